@@ -19,6 +19,7 @@ BENCHMARKS = {
     "simulator": "benchmarks.simulator:Simulator",
     "batch": "benchmarks.batch:BatchRunner",
     "batch_commands": "benchmarks.batch_commands:BatchCommands",
+    "replicas": "benchmarks.replicas:Replicas",
     "service_load": "benchmarks.service_load:ServiceLoad",
     "hostile_load": "benchmarks.hostile_load:HostileLoad",
     "front_end": "benchmarks.front_end:FrontEnd",

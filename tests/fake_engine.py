@@ -314,6 +314,11 @@ class FragileMultiproc(MultiprocExecutor):
         super().__init__(config, worker_factory="fake_engine:create_fragile_worker")
 
 
+class FragileUniproc(UniProcExecutor):
+    def __init__(self, config) -> None:
+        super().__init__(config, worker_factory="fake_engine:create_fragile_worker")
+
+
 class FakeMultiproc(MultiprocExecutor):
     """The real executor, its workers fake."""
 

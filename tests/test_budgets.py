@@ -32,7 +32,8 @@ FILES: dict[str, tuple[int, str]] = {
     "engine_core/transport/channel.py": (318, "both ends of one channel"),
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
     "front_end/input_processor.py": (315, "every check of a prompt"),
-    "openai_api/answers.py": (306, "every kind of answer"),
+    "openai_api/answers.py": (312, "every kind of answer"),
+    "worker/runner/device_launcher.py": (320, "launching and reading a step share its state; each part has its span"),
 }
 FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/qk_norm_rope.py:qk_norm_rope": (66, "a launch: the checks of its tensors, and an argument a line"),
@@ -44,7 +45,7 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/skinny_linear.py:_launch_dot": (44, "a launch, as above"),
     "cli/app.py:make_app": (50, "a command a line"),
     "cli/batch.py:batch": (46, "a command's flags, a line each"),
-    "cli/serve.py:serve": (70, "a command's flags, a line each"),
+    "cli/serve.py:serve": (84, "a command's flags, a line each"),
     "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
     "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),
     "config/option_checks.py:check_values": (50, "a check a line"),

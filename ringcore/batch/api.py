@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 from ringcore.batch.chart import check_can_draw, draw_png
-from ringcore.batch.device_groups import options_of_engines
 from ringcore.batch.figures import Figures
 from ringcore.batch.job_files import JobFiles
 from ringcore.batch.lines import Outcome
@@ -21,8 +20,11 @@ from ringcore.batch.options import BatchOptions
 from ringcore.batch.replica import Replica
 from ringcore.batch.runner import BatchRun
 from ringcore.config import EngineConfig
+from ringcore.front_end.replicas.device_groups import options_of_engines
 
 __all__ = ["BatchSummary", "run", "run_job"]
+
+_WORKER_RESTARTS = 4  # unless the options say otherwise: cheaper than another engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ def run_job(
     handler with 128 and the signal; None cancels the run."""
     if chart is not None:
         check_can_draw()
-    engines = options_of_engines(engine_options, options.data_parallel)
+    shared = {"max_worker_restarts": _WORKER_RESTARTS} | dict(engine_options)
+    engines = options_of_engines(shared, options.data_parallel)
     config = EngineConfig.from_options(**engines[0])
     files = JobFiles(input, output, config, defaults=sampling, options=options, resumes=resume)
 

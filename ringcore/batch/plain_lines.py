@@ -11,7 +11,7 @@ import msgspec
 from ringcore.batch.journal import Record
 from ringcore.batch.lines import InputLine, Outcome, seed_of_line
 from ringcore.errors import InvalidRequestError, RingcoreError, UnknownOptionError, unknown_option
-from ringcore.front_end.async_engine import OutputStream
+from ringcore.front_end.output_stream import OutputStream
 from ringcore.openai_api.conversations import text_messages
 from ringcore.openai_api.errors import ApiError
 from ringcore.openai_api.served_model import ServedModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -59,10 +60,20 @@ def serve(
     reasoning_parser: Annotated[
         str, typer.Option(help="the format of the model's reasoning: qwen3, deepseek_r1, none, or auto")
     ] = "auto",
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, help="engines behind the port, each on devices of its own")
+    ] = 1,
+    routing: Annotated[
+        str, typer.Option(help="which engine gets a request: prefix-affinity, least-loaded or round-robin")
+    ] = "prefix-affinity",
     drain_s: Annotated[float, typer.Option(min=0, help="seconds that unfinished requests may take at shutdown")] = 30.0,
+    shutdown_delay_s: Annotated[
+        float, typer.Option(min=0, help="seconds at shutdown in which it still serves, and /health/ready says no")
+    ] = 0.0,
     engine_restarts: Annotated[
-        int, typer.Option(min=0, help="how often a dead engine is restarted; then the service ends")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, help="how often each dead engine is restarted; default: 0 for one, 8 for each of several"),
+    ] = None,
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="an OTLP/HTTP URL that gets OpenTelemetry spans of every request")
     ] = None,
@@ -72,7 +83,8 @@ def serve(
     """Serves a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics and others.
 
     Ctrl-C or SIGTERM ends it: unfinished requests have --drain-s seconds. A second Ctrl-C does not wait.
-    Exit code 0 after that, 130 after a second Ctrl-C or one before it serves, 1 if the engine died.
+    Exit code 0 after that, 130 after a second Ctrl-C or one before it serves, 1 if all engines died.
+    SIGUSR1 replaces the engines, one after the other, each once its requests have ended.
 
     Examples:
 
@@ -80,13 +92,15 @@ def serve(
       ringcore serve ./smollm2-135m
       ringcore serve ./model --port 9000 --served-model-name my-model --max-model-len 8192
       ringcore serve ./model --host 0.0.0.0 --api-key-file ./keys.txt --max-concurrent-requests 64
+      ringcore serve ./model --data-parallel-size 4
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'ringcore[serve]'", option="serve")
-    if not is_timeout(drain_s):
-        remedy = f"give seconds, from 0 to {MAX_TIMEOUT_S:.0f}"
-        raise ConfigError(f"drain_s={drain_s}: {remedy}", option="drain_s", value=repr(drain_s))
+    for name, seconds in (("drain_s", drain_s), ("shutdown_delay_s", shutdown_delay_s)):
+        if not is_timeout(seconds):
+            remedy = f"give seconds, from 0 to {MAX_TIMEOUT_S:.0f}"
+            raise ConfigError(f"{name}={seconds}: {remedy}", option=name, value=repr(seconds))
     import asyncio
 
     from ringcore.serve import ServiceOptions
@@ -108,11 +122,15 @@ def serve(
             f"ringcore: every client that reaches {host} may use the model; --api-key-file requires a key",
             file=sys.stderr,
         )
-    engine = given(options, _engine_flags()) | {"engine_restarts": engine_restarts}
+    engine = given(options, _engine_flags()) | {
+        "data_parallel_size": data_parallel_size,
+        "routing": routing,
+        "engine_restarts": engine_restarts,
+    }
     with listening, spans_to(otlp_traces_endpoint) as provider:
         engine["tracer_provider"] = provider
         try:
-            exit_code = asyncio.run(_serve(model, engine, service, listening, drain_s, access_log))
+            exit_code = asyncio.run(_serve(model, engine, service, listening, (drain_s, shutdown_delay_s), access_log))
         except KeyboardInterrupt:  # before it serves, or at the end of the shutdown
             exit_code = 130
     sys.exit(exit_code)
@@ -123,13 +141,14 @@ async def _serve(
     engine_options: dict[str, Any],
     options: ServiceOptions,
     listening: socket.socket,
-    drain_s: float,
+    end_s: tuple[float, float],
     access_log: bool,
 ) -> int:
-    """Returns the exit code."""
-    from ringcore.front_end.async_engine import AsyncEngine
+    """Returns the exit code. end_s: of the drain, and of the delay before it."""
+    from ringcore.front_end.replicas.replica_set import ReplicaSet
     from ringcore.serve import create_app
     from ringcore.serve.engine_server import EngineServer
+    from ringcore.serve.restart_signal import restarts_at
     from ringcore.serve.server import http_config
 
     host, port = listening.getsockname()[:2]
@@ -143,7 +162,7 @@ async def _serve(
             shown = f"[{host}]" if ":" in host else host
             print(f"ringcore: {model} at http://{shown}:{port}/v1", flush=True)
 
-    async with AsyncEngine(model, **engine_options) as engine:
+    async with ReplicaSet(model, **engine_options) as engine, restarts_at(signal.SIGUSR1, engine):
         app = create_app(engine, options)
         if options.batch_dir is not None:
             app.state.batches.start()
@@ -151,10 +170,10 @@ async def _serve(
             app,
             options,
             access_log=access_log,
-            timeout_graceful_shutdown=round(drain_s + _END_S),
+            timeout_graceful_shutdown=round(end_s[0] + _END_S),
         )
         write_alike("uvicorn", "uvicorn.access")
-        server = Server(config, engine, drain_s)
+        server = Server(config, engine, *end_s, app.state.service.begin_ending)
         await server.serve(sockets=[listening])
         return server.exit_code
 

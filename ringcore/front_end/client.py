@@ -40,7 +40,7 @@ from ringcore.protocol.messages import (
     RpcResult,
 )
 from ringcore.protocol.methods import RpcMethod
-from ringcore.protocol.operations import MemoryOperation, operation_name
+from ringcore.protocol.operations import FinishWeightUpdate, MemoryOperation, ReloadWeights, operation_name
 from ringcore.protocol.requests import EngineCoreOutputs, EngineCoreRequest, EngineStats
 from ringcore.protocol.wire_errors import callables_refused
 from ringcore.tracing import Tracer, now_ns
@@ -90,6 +90,7 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
         self.owner = self._connection.owner
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
         self._call_ids = count()
+        self.num_weight_updates = 0  # that this client has finished
         self.tracer = Tracer() if tracer is None else tracer
         self._mailbox = Mailbox(self._connection, self.tracer, observers)
 
@@ -165,6 +166,7 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
         check_timeout("timeout", timeout)
         message = Operate(next(self._call_ids), operation, timeout)
         (value,) = self._answer(message, (), operation_name(operation))
+        self.num_weight_updates += isinstance(operation, FinishWeightUpdate | ReloadWeights)
         return msgspec.convert(value, MemoryReport)
 
     def methods(self) -> list[RpcMethod]:

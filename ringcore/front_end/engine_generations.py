@@ -8,7 +8,8 @@
     dead        the engine that died, or failed to start      that engine, or its error
 
 Each generation is a `RequestStreams`: its requests end with it, and only its counters carry over to the next one. A
-failed first start is not repeated, since it would fail again. Every later start counts as a restart.
+failed first start is not repeated, since it would fail again. Every later start counts as a restart, unless it was
+planned (`replace`).
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from ringcore.config import EngineConfig
-from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.errors import ConfigError, EngineDeadError, RingcoreError
 from ringcore.front_end.front_end import FrontEnd
 from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_streams import RequestStreams
-from ringcore.front_end.tokenization.pool import TokenizerPool
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.protocol.messages import EngineHealth
 from ringcore.protocol.requests import EngineStats
 from ringcore.tracing import Tracer
 
-__all__ = ["EngineGenerations"]
+__all__ = ["EngineGenerations", "OnEnd", "check_restarts"]
 
 _COUNTERS = ("step", "num_preemptions", "num_prefix_hit_tokens", "num_prefix_query_tokens")
 
 T = TypeVar("T")
+OnEnd = Callable[[RingcoreError | None, RingcoreError], None]
 
 _log = logging.getLogger(__name__)
 
@@ -54,33 +55,33 @@ class EngineGenerations:
     """Starts an engine, and replaces it at most `max_restarts` times after it dies. It holds no reference to
     `AsyncEngine`, whose finalizer closes this.
 
-    front_end: of the last engine that was ready. tokenizer_pool: shared by all generations. died: the cause of death,
-    once there will be no restart; None once it was closed. restart_cause: the cause of death of the last engine that
-    was replaced.
+    front_end: of the last engine that was ready. died: the cause of death, once there will be no restart; None once it
+    was closed. restart_cause: the cause of death of the last engine that was replaced. num_restarts: planned ones are
+    not counted.
 
     Invariant: `_generation` and `_opening` change only under `_lock`, and may be read without it.
     """
 
-    def __init__(self, config: EngineConfig, max_restarts: int, observers: list[FrontEndObserver]) -> None:
+    def __init__(
+        self, config: EngineConfig, max_restarts: int, observers: list[FrontEndObserver], tracer: Tracer, on_end: OnEnd
+    ) -> None:
+        """on_end: called once there will be no restart, with the cause (None: it was closed), and with the error of
+        requests that still come."""
         self._config, self._max_restarts = config, max_restarts
+        self._tracer, self._on_end = tracer, on_end
         self.owner = OwnerProcess("the engine")
         self.observers = observers  # of all generations
         self.num_restarts = 0
+        self._restarts_left = max_restarts
         self.restart_cause: str | None = None
         self.front_end: FrontEnd | None = None
         self.died: Future[RingcoreError | None] = _pending()
         self._opening: Future[RequestStreams] = _pending()
         self._is_closing = False
+        self._replaced: RequestStreams | None = None  # its end is planned
         self._lock = threading.RLock()
-        self._tracer = Tracer()
-        self.tokenizer_pool = TokenizerPool(config, self._tracer)
-        try:
-            with self._lock:
-                self._generation = _Generation(self._start(), dict.fromkeys(_COUNTERS, 0))
-            self.tokenizer_pool.start()
-        except BaseException:
-            self.tokenizer_pool.close()
-            raise
+        with self._lock:
+            self._generation = _Generation(self._start(), dict.fromkeys(_COUNTERS, 0))
 
     def _start(self) -> RequestStreams:
         streams = RequestStreams(self._config, self._on_engine_ended, self._tracer, self.observers)
@@ -112,6 +113,12 @@ class EngineGenerations:
                 await asyncio.wrap_future(opening)
         return _opened(opening)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a request would be sent at once."""
+        opening = self._opening
+        return opening.done() and opening.exception() is None and opening.result().is_open
+
     def check_opened(self) -> RequestStreams:
         """The current engine, which is ready or was. Raises the error of its start, and `RingcoreError` before it."""
         self.owner.check()
@@ -141,14 +148,22 @@ class EngineGenerations:
         """An engine has ended: decides whether to restart, before the ended engine's requests fail. The returned
         function starts the next generation."""
         with self._lock:
-            if self._is_closing or self.front_end is None or self.num_restarts == self._max_restarts:
-                self._end(None if streams.is_closed else self._restarts_exhausted(error), error)
+            if streams is self._replaced:
+                return _no_restart
+        return self._restart_or_end(streams, error, was_closed=streams.is_closed)
+
+    def _restart_or_end(self, streams: RequestStreams, error: RingcoreError, was_closed: bool) -> Callable[[], None]:
+        with self._lock:
+            if self._is_closing or self.front_end is None or self._restarts_left == 0:
+                self._end(None if was_closed else self._restarts_exhausted(error), error)
                 return _no_restart
             self.num_restarts += 1
+            self._restarts_left -= 1
             self.restart_cause = error.message
             if self._opening.done():
                 self._opening = _pending()
-        _log.error("the engine died, restart %d of %d: %s", self.num_restarts, self._max_restarts, error.message)
+        number = self._max_restarts - self._restarts_left
+        _log.error("the engine died, restart %d of %d: %s", number, self._max_restarts, error.message)
         return partial(self._start_next, streams)
 
     def _start_next(self, ended: RequestStreams) -> None:
@@ -159,10 +174,28 @@ class EngineGenerations:
             with self._lock:
                 self._end(failure, failure)
 
-    def _restart(self, ended: RequestStreams) -> None:
-        ended.close()  # frees its memory for the next one
+    def replace(self, timeout: float | None) -> None:
+        """A planned restart, also of an engine that is dead: requests wait from now on, the engine has `timeout`
+        seconds (None: no limit) for those that it has, ends, and the next one starts; `opened` waits for that. All
+        restarts are left again. An engine that starts is left alone. Raises `EngineDeadError` if this was closed.
+        """
+        self.owner.check()
+        with self._lock:
+            if self._is_closing:
+                raise EngineDeadError("the engine was closed", process="engine")
+            if not self._opening.done():
+                return
+            ended = self._replaced = self.current
+            self._opening, self._restarts_left = _pending(), self._max_restarts
+            if self.died.done():
+                self.died = _pending()
+        self._restart(ended, timeout)
+
+    def _restart(self, ended: RequestStreams, timeout: float | None = 0.0) -> None:
+        ended.close(timeout)  # frees its memory for the next one
         try:
             with self._lock:
+                self._replaced = None
                 if self._is_closing:
                     return
                 past, stats = self._generation.past, ended.client.stats
@@ -171,19 +204,20 @@ class EngineGenerations:
         except Exception as error:
             text = f"the engine cannot be restarted: {error!r}"
             known = error if isinstance(error, RingcoreError) else EngineDeadError(text, process="engine")
-            self._on_engine_ended(ended, known)()
+            self._restart_or_end(ended, known, was_closed=False)()
 
     def _restarts_exhausted(self, error: RingcoreError) -> RingcoreError:
-        if self.num_restarts == 0:
+        used = self._max_restarts - self._restarts_left
+        if used == 0:
             return error
         return EngineDeadError(
-            f"{error.message}; the engine was restarted {self.num_restarts} times, as often as engine_restarts allows",
+            f"{error.message}; the engine was restarted {used} times, as often as engine_restarts allows",
             **({"process": "engine"} | error.details),
         )
 
     def _end(self, died: RingcoreError | None, error: RingcoreError) -> None:
         """There will be no restart. error: for requests that wait for an engine."""
-        self.tokenizer_pool.close(died or error)
+        self._on_end(died, error)
         if not self.died.done():
             self.died.set_result(died)
         if not self._opening.done():
@@ -218,6 +252,16 @@ def _opened(opening: Future[RequestStreams]) -> RequestStreams:
     if error is not None:
         raise copy.copy(error)  # a traceback belongs to one raise
     return opening.result()
+
+
+def check_restarts(engine_restarts: object) -> None:
+    """Raises `ConfigError` unless it is a number of restarts."""
+    if not isinstance(engine_restarts, int) or isinstance(engine_restarts, bool) or engine_restarts < 0:
+        raise ConfigError(
+            f"engine_restarts={engine_restarts!r}: give an integer of at least 0",
+            option="engine_restarts",
+            value=repr(engine_restarts),
+        )
 
 
 def _no_restart() -> None:

@@ -1,8 +1,8 @@
-"""The Prometheus metrics of an engine of this process, on request."""
+"""The Prometheus metrics of the engines of this process, on request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +11,6 @@ from ringcore.errors import ConfigError, RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.engine_generations import EngineGenerations
 from ringcore.front_end.observers import FrontEndObserver
-from ringcore.front_end.tokenization.pool import TokenizerPool
 from ringcore.metrics import RequestLog, StepMetrics
 from ringcore.protocol.messages import EngineReady
 from ringcore.protocol.requests import NO_STATS, EngineStats
@@ -19,15 +18,16 @@ from ringcore.protocol.requests import NO_STATS, EngineStats
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from ringcore.front_end.tokenization.pool import TokenizerPool
     from ringcore.metrics.server import MetricsServer
 
-__all__ = ["EngineMetrics"]
+__all__ = ["EngineMetrics", "make_registry_of", "serve_metrics"]
 
 _STEPS_TIMEOUT_S = 1.0
 
 
 class EngineMetrics:
-    """Observes an engine from the first `registry` on. It holds no reference to the engine's owner.
+    """Observes an engine from the first `log` on. It holds no reference to the engine's owner.
 
     client: the engine's client; None once it is gone. stats: of the engine. num_engine_restarts: of `AsyncEngine`.
     """
@@ -35,12 +35,11 @@ class EngineMetrics:
     def __init__(
         self,
         observers: list[FrontEndObserver],
-        tokenizer_pool: TokenizerPool,
         client: Callable[[], EngineCoreClient | None],
         stats: Callable[[], EngineStats] | None = None,
         num_engine_restarts: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._observers, self._pool, self._client = observers, tokenizer_pool, client
+        self._observers, self._client = observers, client
         self._stats, self._num_engine_restarts = stats, num_engine_restarts
         self._log: RequestLog | None = None
 
@@ -48,30 +47,17 @@ class EngineMetrics:
     def of_generations(cls, generations: EngineGenerations) -> EngineMetrics:
         return cls(
             generations.observers,
-            generations.tokenizer_pool,
             lambda: generations.current.client,
             lambda: generations.stats,
             lambda: generations.num_restarts,
         )
 
-    def registry(self, model_name: str) -> CollectorRegistry:
-        """A new registry; its counts begin with the first one. Raises `ConfigError` without prometheus_client."""
-        try:
-            from ringcore.metrics.exposition import make_registry
-        except ImportError as error:
-            raise ConfigError(
-                "metrics need prometheus_client, which is not installed; pip install 'ringcore[metrics]'",
-                option="metrics",
-            ) from error
+    def log(self) -> RequestLog:
+        """Of the requests since the first call."""
         if self._log is None:
             self._log = RequestLog()
             self._observers.append(self._log)
-        return make_registry(self, self._log, model_name)
-
-    def serve(self, registry: CollectorRegistry, port: int, host: str) -> MetricsServer:
-        from ringcore.metrics.server import MetricsServer
-
-        return MetricsServer(registry, port, host)
+        return self._log
 
     # `metrics.exposition.EngineSource`.
 
@@ -92,14 +78,6 @@ class EngineMetrics:
         client = self._client()
         return self._num_engine_restarts() + (0 if client is None else client.num_worker_restarts)
 
-    @property
-    def num_tokenizer_jobs(self) -> int:
-        return self._pool.num_jobs
-
-    @property
-    def num_tokenizer_refusals(self) -> int:
-        return self._pool.num_refused
-
     def step_metrics(self) -> StepMetrics | None:
         client = self._client()
         if client is None or client.last_ready is None:
@@ -108,3 +86,24 @@ class EngineMetrics:
             return msgspec.convert(client.call_engine("step_metrics", timeout=_STEPS_TIMEOUT_S), StepMetrics)
         except RingcoreError:  # dead, or silent: its other metrics are known without it
             return None
+
+
+def make_registry_of(
+    engines: Sequence[tuple[Mapping[str, str], EngineMetrics]], pool: TokenizerPool, model_name: str
+) -> CollectorRegistry:
+    """A new registry; its counts begin with the first one. engines: each with labels that tell it from the others.
+    Raises `ConfigError` without prometheus_client."""
+    try:
+        from ringcore.metrics.exposition import ObservedEngine, make_registry
+    except ImportError as error:
+        raise ConfigError(
+            "metrics need prometheus_client, which is not installed; pip install 'ringcore[metrics]'",
+            option="metrics",
+        ) from error
+    return make_registry([ObservedEngine(labels, one, one.log()) for labels, one in engines], pool, model_name)
+
+
+def serve_metrics(registry: CollectorRegistry, port: int, host: str) -> MetricsServer:
+    from ringcore.metrics.server import MetricsServer
+
+    return MetricsServer(registry, port, host)

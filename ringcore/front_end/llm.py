@@ -17,7 +17,7 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.errors import InvalidRequestError
 from ringcore.executor.rpc_call import RpcCaller, WorkerCall
-from ringcore.front_end.engine_metrics import EngineMetrics
+from ringcore.front_end.engine_metrics import EngineMetrics, make_registry_of, serve_metrics
 from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest, Prompt, as_prompt_list
 from ringcore.front_end.observers import observers_of
@@ -77,7 +77,7 @@ class LLM(RpcCaller, MemoryMethods):
         self._caller_lock = _CallerLock(self._client.owner)
         self._tokenizer_pool = TokenizerPool(self.config, tracer)
         self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
-        self._metrics = EngineMetrics(self._observers, self._tokenizer_pool, weakref.ref(self._client))
+        self._metrics = EngineMetrics(self._observers, weakref.ref(self._client))
         try:
             self._tokenizer_pool.start()
             self._front_end = FrontEnd(self.config, self._client)
@@ -237,11 +237,13 @@ class LLM(RpcCaller, MemoryMethods):
 
         model_name: their label; default: the `model` option. Raises `ConfigError` without `ringcore[metrics]`.
         """
-        return self._metrics.registry(model_name or as_utf8(self.config.model.model))
+        return make_registry_of(
+            [({}, self._metrics)], self._tokenizer_pool, model_name or as_utf8(self.config.model.model)
+        )
 
     def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
         """Serves `metrics` at http://host:port/metrics until it is closed. It does not keep the engine alive."""
-        return self._metrics.serve(self.metrics(model_name), port, host)
+        return serve_metrics(self.metrics(model_name), port, host)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._front_end.tokenizer

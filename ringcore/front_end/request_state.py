@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from ringcore.errors import RingcoreError, error_from_wire
+from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.front_end.detokenizer import Detokenizer, TokenStream
 from ringcore.front_end.input_processor import PreparedRequest
 from ringcore.front_end.observers import FrontEndObserver
@@ -17,7 +17,7 @@ from ringcore.params.outputs import CompletionOutput, FinishReason, Logprob, Req
 from ringcore.params.sampling_params import OutputKind, SamplingParams
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
 
-__all__ = ["Completion", "RequestState", "TextSource", "error_of"]
+__all__ = ["Completion", "RequestState", "TextSource", "error_of", "id_in_use"]
 
 
 class TextSource(Protocol):
@@ -254,3 +254,9 @@ class Completion:
 def error_of(wire: WireError) -> RingcoreError:
     """The error of a message, as an exception."""
     return error_from_wire({"type": wire.type, "message": wire.message, "details": wire.details})
+
+
+def id_in_use(request_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"request_id={request_id!r} is in use; give each request its own, or none", field="request_id", value=request_id
+    )

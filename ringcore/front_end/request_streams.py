@@ -23,11 +23,11 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from ringcore.config import EngineConfig
-from ringcore.errors import EngineDeadError, InvalidRequestError, RingcoreError
+from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest
 from ringcore.front_end.observers import FrontEndObserver
-from ringcore.front_end.request_state import RequestState
+from ringcore.front_end.request_state import RequestState, id_in_use
 from ringcore.params.outputs import RequestOutput
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.tracing import Tracer, now_ns
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class RequestStream:
-    """One request and its reader. `next` and `wake` are called only in the thread of `loop`."""
+    """One request and its reader: a `BegunStream`. `next` and `wake` are called only in the thread of `loop`."""
 
     def __init__(self, streams: RequestStreams, state: RequestState, loop: asyncio.AbstractEventLoop) -> None:
         self.streams = streams  # of the engine that it was sent to
@@ -66,6 +66,9 @@ class RequestStream:
             finally:
                 self._waiter = None
         return output
+
+    def drop(self) -> None:
+        self.streams.drop(self)
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -123,6 +126,15 @@ class RequestStreams:
     def num_unfinished(self) -> int:
         return len(self._by_id)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests, once it is `opened`."""
+        return self._error is None
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id has not ended."""
+        return request_id in self._by_id
+
     def check_open(self) -> None:
         """Raises the cause of the engine's death, or that it was closed."""
         if self._error is not None:
@@ -137,11 +149,7 @@ class RequestStreams:
         stream = RequestStream(self, state, asyncio.get_running_loop())
         if self._by_id.setdefault(prepared.request_id, stream) is not stream:
             outputs.forget(state.unfinished_ids)
-            raise InvalidRequestError(
-                f"request_id={prepared.request_id!r} is in use; give each request its own, or none",
-                field="request_id",
-                value=prepared.request_id,
-            )
+            raise id_in_use(prepared.request_id)
         self._to_send.put(_Add(stream, prepared.requests))
         if self._error is not None:  # checked last: the thread that set it may have failed the streams before this one
             self.drop(stream)
@@ -168,8 +176,7 @@ class RequestStreams:
         """Removes a stream; returns whether it had not ended before. error: its end, where its state has none."""
         if self._by_id.get(stream.state.request_id) is not stream:
             return False
-        had_not_ended = self._by_id.pop(stream.state.request_id, None) is stream
-        if had_not_ended:
+        if had_not_ended := self._by_id.pop(stream.state.request_id, None) is stream:
             for observer in self._observers:
                 observer.ended(stream.state, error)
         if not self._by_id and self._error is not None:  # `close` sets it before it waits

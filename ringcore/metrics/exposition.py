@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import psutil
 from prometheus_client import CollectorRegistry
@@ -17,7 +17,7 @@ from ringcore.protocol.messages import EngineReady
 from ringcore.protocol.requests import EngineStats
 from ringcore.protocol.stored_kv import StoredKVStats
 
-__all__ = ["EngineSource", "make_registry"]
+__all__ = ["EngineSource", "ObservedEngine", "PromptQueue", "make_registry"]
 
 
 class EngineSource(Protocol):
@@ -36,36 +36,105 @@ class EngineSource(Protocol):
         """Of the engine and of its workers."""
         ...
 
-    @property
-    def num_tokenizer_jobs(self) -> int: ...
-
-    @property
-    def num_tokenizer_refusals(self) -> int: ...
-
     def step_metrics(self) -> StepMetrics | None:
         """Asks the engine; None if it does not answer soon."""
         ...
 
 
-def make_registry(source: EngineSource, log: RequestLog, model_name: str) -> CollectorRegistry:
-    """A registry with all metrics of one engine, which it reads when it is scraped."""
+class PromptQueue(Protocol):
+    """Where prompts wait for the tokenizer."""
+
+    @property
+    def num_jobs(self) -> int: ...
+
+    @property
+    def num_refused(self) -> int: ...
+
+
+class ObservedEngine(NamedTuple):
+    """labels: those that tell it from the other engines of a registry."""
+
+    labels: Mapping[str, str]
+    source: EngineSource
+    log: RequestLog
+
+
+def make_registry(engines: Sequence[ObservedEngine], prompts: PromptQueue, model_name: str) -> CollectorRegistry:
+    """A registry with all metrics of these engines, which it reads when it is scraped."""
     registry = CollectorRegistry()
-    registry.register(_EngineCollector(source, log, model_name))
+    registry.register(_Collector(engines, prompts, model_name))
     return registry
 
 
-class _EngineCollector(Collector):
-    def __init__(self, source: EngineSource, log: RequestLog, model_name: str) -> None:
-        self._source, self._log, self._labels = source, log, {"model_name": model_name}
+class _Collector(Collector):
+    def __init__(self, engines: Sequence[ObservedEngine], prompts: PromptQueue, model_name: str) -> None:
+        names = {"model_name": model_name}
+        self._engines = [_EngineMetrics(one.source, one.log, names | dict(one.labels)) for one in engines]
+        self._prompts, self._families = prompts, _Families(names)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a registry that asks need not scrape the engine for it."""
+        """Nothing: a registry that asks need not scrape the engines for it."""
         return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Each family once, with the samples of all engines."""
+        families: dict[str, Metric] = {}
+        for engine in self._engines:
+            for family in engine.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        yield from families.values()
+        yield from self._of_prompts()
+
+    def _of_prompts(self) -> Iterable[Metric]:
+        waiting = "Prompts that wait for the tokenizer, or are being encoded."
+        yield self._families.gauge("ringcore:num_tokenizer_jobs", waiting, self._prompts.num_jobs)
+        refused = "Prompts refused because too many waited for the tokenizer."
+        yield self._families.counter("ringcore:num_tokenizer_refusals", refused, self._prompts.num_refused)
+
+
+class _Families:
+    """Makes metrics with these labels, and others beside them."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+
+    def gauge(self, name: str, doc: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, doc, labels=self.names())
+        family.add_metric(self.values(), value)
+        return family
+
+    def counter(self, name: str, doc: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, doc, labels=self.names())
+        family.add_metric(self.values(), value)
+        return family
+
+    def histogram(self, name: str, doc: str, counts: HistogramCounts) -> Metric:
+        family = HistogramMetricFamily(name, doc, labels=self.names())
+        cumulative, buckets = 0, []
+        for bound, count in zip([*counts.bounds, float("inf")], counts.counts, strict=True):
+            cumulative += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(cumulative)))
+        family.add_metric(self.values(), buckets, counts.sum)
+        return family
+
+    def names(self, *more: str) -> list[str]:
+        return [*self._labels, *more]
+
+    def values(self, *more: str) -> list[str]:
+        return [*self._labels.values(), *more]
+
+
+class _EngineMetrics:
+    """The families of one engine, each with its own samples alone."""
+
+    def __init__(self, source: EngineSource, log: RequestLog, labels: Mapping[str, str]) -> None:
+        self._source, self._log, self._families = source, log, _Families(labels)
 
     def collect(self) -> Iterable[Metric]:
         ready, stats = self._source.ready, self._source.stats
         yield from self._of_scheduler(stats, ready)
-        yield from self._of_front_end()
         yield from self._of_requests()
         steps = self._source.step_metrics()
         if steps is not None:
@@ -76,103 +145,86 @@ class _EngineCollector(Collector):
             yield from self._of_workers(ready)
 
     def _of_scheduler(self, stats: EngineStats, ready: EngineReady | None) -> Iterable[Metric]:
-        yield self._gauge("vllm:num_requests_running", "Requests that are computed.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a place.", stats.num_waiting)
+        yield self._families.gauge("vllm:num_requests_running", "Requests that are computed.", stats.num_running)
+        yield self._families.gauge("vllm:num_requests_waiting", "Requests that wait for a place.", stats.num_waiting)
         used = 0.0 if ready is None else 1 - stats.num_free_blocks / ready.num_blocks
-        yield self._gauge("vllm:kv_cache_usage_perc", "The share of the KV cache that is in use, 1 for all.", used)
-        yield self._counter("vllm:num_preemptions", "Requests that lost their place.", stats.num_preemptions)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_query_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
-        sleeping = GaugeMetricFamily("vllm:engine_sleep_state", "1 for the state.", labels=self._names("sleep_state"))
+        yield self._families.gauge(
+            "vllm:kv_cache_usage_perc", "The share of the KV cache that is in use, 1 for all.", used
+        )
+        yield self._families.counter("vllm:num_preemptions", "Requests that lost their place.", stats.num_preemptions)
+        yield self._families.counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_query_tokens
+        )
+        yield self._families.counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
+        sleeping = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the state.", labels=self._families.names("sleep_state")
+        )
         for state, is_so in (("awake", not stats.is_sleeping), ("asleep", stats.is_sleeping)):
-            sleeping.add_metric(self._values(state), float(is_so))
+            sleeping.add_metric(self._families.values(state), float(is_so))
         yield sleeping
-        yield self._counter("ringcore:num_steps", "Steps of the engine.", stats.step)
+        yield self._families.counter("ringcore:num_steps", "Steps of the engine.", stats.step)
         restarts = "Restarts of the engine and of its workers."
-        yield self._counter("ringcore:num_restarts", restarts, self._source.num_restarts)
-
-    def _of_front_end(self) -> Iterable[Metric]:
-        waiting = "Prompts that wait for the tokenizer, or are being encoded."
-        yield self._gauge("ringcore:num_tokenizer_jobs", waiting, self._source.num_tokenizer_jobs)
-        refused = "Prompts refused because too many waited for the tokenizer."
-        yield self._counter("ringcore:num_tokenizer_refusals", refused, self._source.num_tokenizer_refusals)
+        yield self._families.counter("ringcore:num_restarts", restarts, self._source.num_restarts)
 
     def _of_requests(self) -> Iterable[Metric]:
         totals = self._log.totals()
         for name, counts in totals.histograms.items():
-            yield self._histogram(f"vllm:{name}", HISTOGRAMS[name][0], counts)
+            yield self._families.histogram(f"vllm:{name}", HISTOGRAMS[name][0], counts)
         prompts = "Tokens of prompts, of requests that got a token."
-        yield self._counter("vllm:prompt_tokens", prompts, totals.prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", totals.generation_tokens)
+        yield self._families.counter("vllm:prompt_tokens", prompts, totals.prompt_tokens)
+        yield self._families.counter("vllm:generation_tokens", "Tokens generated.", totals.generation_tokens)
         ended = "Completions that ended, by how they did."
-        success = CounterMetricFamily("vllm:request_success", ended, labels=self._names("finished_reason"))
+        success = CounterMetricFamily("vllm:request_success", ended, labels=self._families.names("finished_reason"))
         for reason, count in totals.ended.items():
-            success.add_metric(self._values(reason), count)
+            success.add_metric(self._families.values(reason), count)
         yield success
 
     def _of_steps(self, steps: StepMetrics) -> Iterable[Metric]:
-        yield self._histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", steps.tokens)
-        yield self._histogram("ringcore:step_seconds", "The time of a step.", steps.seconds)
-        yield self._histogram("ringcore:step_requests", "Requests in a step.", steps.requests)
+        yield self._families.histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", steps.tokens)
+        yield self._families.histogram("ringcore:step_seconds", "The time of a step.", steps.seconds)
+        yield self._families.histogram("ringcore:step_requests", "Requests in a step.", steps.requests)
 
     def _of_store(self, stored: StoredKVStats) -> Iterable[Metric]:
         hits = "Prompt tokens found beyond the device; vllm:prefix_cache_hits has them too."
-        yield self._counter("vllm:external_prefix_cache_hits", hits, stored.num_hit_tokens)
-        yield self._gauge("ringcore:stored_kv_blocks", "Blocks kept beyond the device.", stored.num_blocks)
+        yield self._families.counter("vllm:external_prefix_cache_hits", hits, stored.num_hit_tokens)
+        yield self._families.gauge("ringcore:stored_kv_blocks", "Blocks kept beyond the device.", stored.num_blocks)
         failed = "Blocks that could not be loaded, and were computed again."
-        yield self._counter("ringcore:stored_kv_failed_blocks", failed, stored.num_failed_blocks)
-        yield self._counter("ringcore:stored_kv_saved_bytes", "Bytes copied out, all ranks.", stored.saved_bytes)
-        yield self._counter("ringcore:stored_kv_loaded_bytes", "Bytes copied back, all ranks.", stored.loaded_bytes)
-        yield self._counter("ringcore:stored_kv_load_seconds", "Seconds that loads took, summed.", stored.load_s)
+        yield self._families.counter("ringcore:stored_kv_failed_blocks", failed, stored.num_failed_blocks)
+        yield self._families.counter(
+            "ringcore:stored_kv_saved_bytes", "Bytes copied out, all ranks.", stored.saved_bytes
+        )
+        yield self._families.counter(
+            "ringcore:stored_kv_loaded_bytes", "Bytes copied back, all ranks.", stored.loaded_bytes
+        )
+        yield self._families.counter(
+            "ringcore:stored_kv_load_seconds", "Seconds that loads took, summed.", stored.load_s
+        )
 
     def _of_workers(self, ready: EngineReady) -> Iterable[Metric]:
         blocks = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's size.", labels=self._names("block_size", "num_gpu_blocks")
+            "vllm:cache_config_info",
+            "The KV cache's size.",
+            labels=self._families.names("block_size", "num_gpu_blocks"),
         )
-        blocks.add_metric(self._values(str(ready.block_size), str(ready.num_blocks)), 1)
+        blocks.add_metric(self._families.values(str(ready.block_size), str(ready.num_blocks)), 1)
         yield blocks
         planned = GaugeMetricFamily(
             "ringcore:worker_memory_bytes",
             "Memory of a rank's device as planned at the start: weights, activations, KV cache and others.",
-            labels=self._names("rank", "category"),
+            labels=self._families.names("rank", "category"),
         )
         for rank, table in enumerate(ready.memory_bytes):
             for category, num_bytes in table.items():
-                planned.add_metric(self._values(str(rank), category), num_bytes)
+                planned.add_metric(self._families.values(str(rank), category), num_bytes)
         yield planned
         resident = GaugeMetricFamily(
             "ringcore:process_resident_bytes",
             "Host memory of the engine's process and of each worker's.",
-            labels=self._names("process"),
+            labels=self._families.names("process"),
         )
         for name, num_bytes in _resident_bytes(ready.pids).items():
-            resident.add_metric(self._values(name), num_bytes)
+            resident.add_metric(self._families.values(name), num_bytes)
         yield resident
-
-    def _gauge(self, name: str, doc: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, doc, labels=self._names())
-        family.add_metric(self._values(), value)
-        return family
-
-    def _counter(self, name: str, doc: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, doc, labels=self._names())
-        family.add_metric(self._values(), value)
-        return family
-
-    def _histogram(self, name: str, doc: str, counts: HistogramCounts) -> Metric:
-        family = HistogramMetricFamily(name, doc, labels=self._names())
-        cumulative, buckets = 0, []
-        for bound, count in zip([*counts.bounds, float("inf")], counts.counts, strict=True):
-            cumulative += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(cumulative)))
-        family.add_metric(self._values(), buckets, counts.sum)
-        return family
-
-    def _names(self, *more: str) -> list[str]:
-        return [*self._labels, *more]
-
-    def _values(self, *more: str) -> list[str]:
-        return [*self._labels.values(), *more]
 
 
 def _resident_bytes(pids: Mapping[str, int]) -> dict[str, int]:

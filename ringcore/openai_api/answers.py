@@ -23,6 +23,7 @@ __all__ = [
     "HealthResponse",
     "ModelCard",
     "ModelList",
+    "ProbeResponse",
     "TextResponse",
     "TokensResponse",
     "UsageInfo",
@@ -187,6 +188,12 @@ class HealthResponse(TypedDict):
     num_running: int
     num_waiting: int
     num_restarts: int
+    replicas: list[str]  # the state of each engine
+
+
+class ProbeResponse(TypedDict):
+    is_ok: bool
+    reason: str | None
 
 
 class VersionResponse(TypedDict):

@@ -13,7 +13,8 @@ from uuid import uuid4
 
 from ringcore.chat import choose_format
 from ringcore.errors import InvalidRequestError, UnknownOptionError
-from ringcore.front_end.async_engine import AsyncEngine, OutputStream
+from ringcore.front_end.output_stream import OutputStream
+from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.openai_api.answers import PromptTokensDetails, UsageInfo
 from ringcore.openai_api.errors import ApiError
 from ringcore.openai_api.structured import name_field
@@ -35,7 +36,7 @@ class ServedModel:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: ServingEngine,
         *,
         names: Sequence[str],
         max_n: int,

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
 import ringcore
-from ringcore.front_end.async_engine import AsyncEngine
-from ringcore.metrics.server import CONTENT_TYPE, render
+from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.openai_api.answers import (
     ChatCompletionResponse,
     CompletionResponse,
     ErrorResponse,
-    HealthResponse,
     ModelCard,
     ModelList,
     TextResponse,
     TokensResponse,
-    VersionResponse,
 )
 from ringcore.openai_api.chat_completions import Chat
 from ringcore.openai_api.completions import Completions
@@ -32,6 +28,7 @@ from ringcore.serve.errors import add_error_handlers, json_response
 from ringcore.serve.generation import generate
 from ringcore.serve.limits import Gate
 from ringcore.serve.methods import Methods
+from ringcore.serve.monitoring import add_monitoring
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.otlp import TraceContext
 from ringcore.serve.service import Service
@@ -42,10 +39,8 @@ __all__ = ["create_app"]
 
 _Described = dict[int | str, dict[str, Any]]
 
-_SERVING = ("ready", "sleeping")  # an engine sleeps only on its operator's call
 
-
-def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> FastAPI:
+def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> FastAPI:
     """An ASGI application that serves `engine`, which must be started; the caller closes it."""
     options = options or ServiceOptions()
     service = Service(engine, options)
@@ -60,7 +55,7 @@ def create_app(engine: AsyncEngine, options: ServiceOptions | None = None) -> Fa
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
-    _add_monitoring(app, service)
+    add_monitoring(app, service)
     if options.batch_dir is not None:
         from ringcore.serve.batches.endpoints import add_batches
 
@@ -131,20 +126,3 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", responses=_described(ModelCard))
     async def model(name: str) -> Response:
         return json_response(card(service.model.name(name)))
-
-
-def _add_monitoring(app: FastAPI, service: Service) -> None:
-    @app.get("/health", responses=_described(HealthResponse) | {503: {"model": HealthResponse}})
-    async def health() -> Response:
-        """200 for an engine that is ready or sleeps; else 503. The cause of its death is in the answers to requests."""
-        health = await service.engine.health()
-        body = {name: getattr(health, name) for name in ("state", "num_running", "num_waiting", "num_restarts")}
-        return json_response(body, 200 if health.state in _SERVING else 503)
-
-    @app.get("/version", responses=_described(VersionResponse))
-    async def version() -> Response:
-        return json_response({"version": ringcore.__version__})
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        return Response(await asyncio.to_thread(render, service.metrics), media_type=CONTENT_TYPE)

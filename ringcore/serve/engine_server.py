@@ -6,12 +6,14 @@ import asyncio
 import logging
 import signal
 import socket
+import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
 from ringcore.errors import RingcoreError
-from ringcore.front_end.async_engine import AsyncEngine
+from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.serve.server import HttpServer
 
 __all__ = ["EngineServer"]
@@ -24,14 +26,23 @@ _INTERRUPTED = 128 + signal.SIGINT  # the shells' exit code for Ctrl-C
 class EngineServer(HttpServer):
     """Serves until SIGTERM, Ctrl-C, or the death of the engine without a restart.
 
-    Shutdown: the server accepts no more connections, unfinished requests have `drain_s` seconds and are then aborted,
-    and the engine is closed. A second Ctrl-C does not wait. When a dead engine ends the service, its requests have
-    failed already.
+    Shutdown: `on_ending` is called, and for `delay_s` seconds all goes on, so that a load balancer that asks whether
+    the service is ready can send its requests elsewhere. Then the server accepts no more connections, unfinished
+    requests have `drain_s` seconds and are then aborted, and the engine is closed. A second signal ends the delay; a
+    Ctrl-C after that does not wait. When a dead engine ends the service, its requests have failed already.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        engine: ServingEngine,
+        drain_s: float,
+        delay_s: float = 0.0,
+        on_ending: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
-        self._engine, self._drain_s = engine, drain_s
+        self._engine, self._drain_s, self._delay_s, self._on_ending = engine, drain_s, delay_s, on_ending
+        self._end_s: float | None = None  # when the delay is over
         self._has_died = False
 
     @property
@@ -68,7 +79,16 @@ class EngineServer(HttpServer):
         """Like uvicorn's, but does not raise the signal again after shutdown, which would set the exit code."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
-        self.should_exit = True
+        if self._end_s is None and self._delay_s:
+            self._end_s = time.monotonic() + self._delay_s
+        else:
+            self.should_exit = True
+        self._on_ending()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._end_s is not None and time.monotonic() >= self._end_s:
+            self.should_exit = True
+        return await super().on_tick(counter)
 
 
 def _report(error: RingcoreError) -> None:

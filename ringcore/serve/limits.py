@@ -20,7 +20,7 @@ from ringcore.serve.options import ServiceOptions
 __all__ = ["MONITORING_PATHS", "OPEN_PATHS", "ConcurrencyLimit", "Gate"]
 
 # Monitoring needs no key; the chat page has no secrets and asks the user for a key.
-MONITORING_PATHS = frozenset({"/health", "/metrics"})
+MONITORING_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
 _UPLOAD = ("POST", "/v1/files")
 OPEN_PATHS = MONITORING_PATHS | PAGE_PATHS
 

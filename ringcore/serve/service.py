@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringcore.front_end.async_engine import AsyncEngine
+from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.host.file_names import as_utf8
 from ringcore.openai_api.errors import engine_restarting
 from ringcore.openai_api.served_model import ServedModel, unix_seconds
@@ -13,9 +13,12 @@ __all__ = ["Service"]
 
 
 class Service:
-    """An engine with the options and limits of its clients."""
+    """An engine with the options and limits of its clients.
 
-    def __init__(self, engine: AsyncEngine, options: ServiceOptions) -> None:
+    is_ending: it was asked to end, and requests should go elsewhere.
+    """
+
+    def __init__(self, engine: ServingEngine, options: ServiceOptions) -> None:
         self.engine = engine
         self.options = options
         self.model_names = options.served_model_names or (as_utf8(engine.config.model.model),)
@@ -29,8 +32,12 @@ class Service:
             reasoning_parser=options.reasoning_parser,
         )
         self.started_at = unix_seconds()
+        self.is_ending = False
 
     def check_started(self) -> None:
         """Raises 503 while the engine restarts, since that may take long."""
         if self.engine.is_starting:
             raise engine_restarting()
+
+    def begin_ending(self) -> None:
+        self.is_ending = True

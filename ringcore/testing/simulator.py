@@ -16,10 +16,11 @@ import numpy as np
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
+from ringcore.routing.policies import ReplicaLoads, Router, make_router
 from ringcore.testing.hardware import Hardware, find_hardware, model_dtype, native_spec
 from ringcore.testing.prompts import PromptMaker
 from ringcore.testing.replica import MAX_STEPS, Records, Replica, ReplicaTotals
-from ringcore.testing.routing import ReplicaLoads, Router, make_router, route_all
+from ringcore.testing.routing import pick_replica, route_all
 from ringcore.testing.shards import Shard, run_shards
 from ringcore.testing.simulation_result import SimulationResult, summarize
 from ringcore.testing.speculator import FakeSpeculator
@@ -142,7 +143,7 @@ class Simulator:
         for index, time_s in enumerate(trace.time_s.tolist()):
             for number, ended in ends.ended_by(time_s):
                 loads.remove(number, tokens[ended])
-            number = router.pick(trace, index, loads)
+            number = pick_replica(router, trace, index, loads)
             replicas[number].run_until(time_s)
             if replicas[number].add(index):
                 loads.add(number, tokens[index])

@@ -12,8 +12,8 @@ from batch_command import openai_lines, plain_lines, write_lines
 from fake_engine import make_model_folder
 
 from ringcore.batch import api
-from ringcore.batch.device_groups import options_of_engines
 from ringcore.cli import main
+from ringcore.front_end.replicas.device_groups import options_of_engines
 from ringcore.testing import FakeExecutor
 
 ROOT = Path(__file__).parents[2]

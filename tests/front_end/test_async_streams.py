@@ -219,7 +219,7 @@ def test_readers_whose_loop_has_closed(engine):
 def test_a_text_longer_than_any_prompt_is_refused_by_its_length(engine):
     async def scenario():
         await engine.start()
-        pid = engine._generations.tokenizer_pool._short.process.child.pid
+        pid = engine._tokenizer_pool._short.process.child.pid
         os.kill(pid, signal.SIGSTOP)  # it is not asked
         try:
             for text in ("a word and another " * 20_000, "é" * 1000):

@@ -26,6 +26,8 @@ ENDPOINTS = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/health"),
+    ("GET", "/health/live"),
+    ("GET", "/health/ready"),
     ("GET", "/version"),
     ("GET", "/metrics"),
 ]

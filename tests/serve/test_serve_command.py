@@ -61,8 +61,11 @@ class Command:
         return self
 
     def engine(self) -> psutil.Process:
-        (engine,) = [child for child in psutil.Process(self.process.pid).children() if "engine" in child.name()]
+        (engine,) = self.engines()
         return engine
+
+    def engines(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process(self.process.pid).children() if "engine" in child.name()]
 
     def ends(self) -> tuple[int, str, str]:
         """(exit code, stdout, stderr); nothing is left of it."""
@@ -178,6 +181,88 @@ def test_an_engine_that_dies_is_replaced_behind_the_same_port(folder):
     assert code == 1
     assert "the engine died, restart 1 of 1: the process 'engine'" in err
     assert "as often as engine_restarts allows" in err
+
+
+def test_replicas_behind_one_port(folder):
+    """A replica that dies costs nobody who has got nothing; a restart of all under load loses no request; at the end
+    the service says that it is not ready before it refuses anyone."""
+    flags = ["--data-parallel-size", "2", "--no-access-log", "--shutdown-delay-s", "60", "--executor"]
+    with Command(folder, *flags, "fake_engine:FakeUniproc") as command, Load(command.url) as load:
+        assert http.get(f"{command.url}/health").json()["replicas"] == ["ready", "ready"]
+        eventually(lambda: load.num_answers > 20, "some are answered")
+        assert {one.split('"')[-2] for one in labelled(command.url)} == {"0", "1"}
+
+        command.engines()[0].kill()
+        eventually(lambda: "starting" in replicas(command.url), "its death is known")
+        assert [probe(command.url, kind) for kind in ("live", "ready")] == [200, 200]
+        eventually(lambda: replicas(command.url) == ["ready", "ready"], "it is replaced")
+
+        before = {engine.pid for engine in command.engines()}
+        command.process.send_signal(signal.SIGUSR1)
+        while any(engine.pid in before for engine in command.engines()) or replicas(command.url) != ["ready", "ready"]:
+            answer = http.get(f"{command.url}/health/ready")
+            assert answer.status_code == 200, answer.text
+            time.sleep(0.05)
+        assert load.failures == []
+
+        command.children += psutil.Process(command.process.pid).children(recursive=True)
+        command.process.send_signal(signal.SIGTERM)
+        eventually(lambda: probe(command.url, "ready") == 503, "it says that it ends")
+        assert probe(command.url, "live") == 200
+        num_answers = load.num_answers
+        eventually(lambda: load.num_answers > num_answers + 6, "it serves on")
+        load.stop()
+        command.process.send_signal(signal.SIGTERM)
+        code, _, err = command.ends()
+    assert load.failures == []
+    assert code == 0
+    assert "all engines were replaced" in err
+    assert "Traceback" not in err
+
+
+class Load:
+    """Clients that ask one request after the other."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._is_over = url, threading.Event()
+        self.num_answers, self.failures = 0, []
+        self._clients = [threading.Thread(target=self._ask, args=(i,)) for i in range(3)]
+
+    def _ask(self, number: int) -> None:
+        with httpx.Client(timeout=DEADLINE_S) as client:
+            while not self._is_over.is_set():
+                prompt = f"{number} asks {self.num_answers}"
+                body = {"prompt": prompt, "max_tokens": 8}
+                answer = client.post(f"{self._url}/v1/completions", json=body)
+                if answer.status_code != 200 or answer.json()["choices"][0]["text"] != text_of(prompt, 8):
+                    self.failures.append(answer.text)
+                self.num_answers += 1
+                time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._is_over.set()
+        for client in self._clients:
+            client.join(DEADLINE_S)
+
+    def __enter__(self) -> Load:
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def probe(url: str, kind: str) -> int:
+    return http.get(f"{url}/health/{kind}").status_code
+
+
+def replicas(url: str) -> list[str]:
+    return http.get(f"{url}/health").json()["replicas"]
+
+
+def labelled(url: str) -> list[str]:
+    return re.findall(r"vllm:num_requests_running\{[^}]*\}", http.get(f"{url}/metrics").text)
 
 
 def health(url: str) -> str:

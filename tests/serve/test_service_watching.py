@@ -109,7 +109,31 @@ def test_sleep_state(service):
 def test_health(service):
     answer = http.get(f"{service.url}/health")
     assert answer.status_code == 200
-    assert answer.json() == {"state": "ready", "num_running": 0, "num_waiting": 0, "num_restarts": 0}
+    counts = {"num_running": 0, "num_waiting": 0, "num_restarts": 0}
+    assert answer.json() == {"state": "ready", "replicas": ["ready"]} | counts
+
+
+def probe(service, kind: str) -> tuple[int, str | None]:
+    answer = http.get(f"{service.url}/health/{kind}")
+    assert answer.json()["is_ok"] == (answer.status_code == 200)
+    return answer.status_code, answer.json()["reason"]
+
+
+def test_probes(service):
+    """Ready is what would compute a request now; what a new process would not mend is alive."""
+    assert probe(service, "ready") == probe(service, "live") == (200, None)
+    service.call(service.engine.pause())
+    assert probe(service, "ready") == (503, "no engine serves: paused")
+    service.call(service.engine.resume())
+    service.call(service.engine.sleep(level=1))
+    assert probe(service, "ready") == (503, "no engine serves: sleeping")
+    assert probe(service, "live") == (200, None)
+    assert http.get(f"{service.url}/health").status_code == 200
+    service.call(service.engine.wake_up())
+    assert probe(service, "ready") == (200, None)
+    service.service.begin_ending()
+    assert probe(service, "ready") == (503, "the service ends")
+    service.service.is_ending = False
 
 
 def test_version(service):

@@ -116,9 +116,14 @@ function stateOf(health) {
   }
 }
 
-/** Metric names to values; for a name with several label sets the last wins (the page reads only names with one). */
+/** Metric names to values, added up over the label sets of a name: the page reads those with one for each engine. */
 function samplesOf(text) {
-  return new Map([...text.matchAll(SAMPLE)].map(([, name, value]) => [name, Number(value)]));
+  const samples = new Map();
+  for (const [, name, value] of text.matchAll(SAMPLE)) {
+    samples.set(name, (samples.get(name) ?? 0) + Number(value));
+    samples.set(`${name} count`, (samples.get(`${name} count`) ?? 0) + 1);
+  }
+  return samples;
 }
 
 function showFigures(samples) {
@@ -127,7 +132,7 @@ function showFigures(samples) {
   const shown = {
     running: samples?.get("num_requests_running"),
     waiting: samples?.get("num_requests_waiting"),
-    cache: percent(samples?.get("kv_cache_usage_perc")),
+    cache: percent(samples?.get("kv_cache_usage_perc") / samples?.get("kv_cache_usage_perc count")),
     hits: percent(hits / queries),
   };
   for (const [name, value] of Object.entries(shown)) {

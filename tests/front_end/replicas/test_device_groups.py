@@ -1,11 +1,11 @@
-"""The devices of a job's engines."""
+"""The devices and ports of engines that share a host."""
 
 from __future__ import annotations
 
 import pytest
 
-from ringcore.batch.device_groups import options_of_engines
 from ringcore.errors import ConfigError
+from ringcore.front_end.replicas.device_groups import options_of_engines
 
 
 class HostWith:
@@ -37,3 +37,12 @@ def test_engines_on_a_cpu_divide_its_memory(device, has_gpu):
 
 def test_one_engine_has_what_was_asked_for():
     assert options_of_engines({"model": "m", "max_worker_restarts": 0}, 1) == [{"model": "m", "max_worker_restarts": 0}]
+
+
+def test_every_engine_has_an_admin_port_of_its_own():
+    host = HostWith(False)
+    engines = options_of_engines({"admin_endpoint": "tcp://127.0.0.1:5600"}, 3, host)
+    assert [one["admin_endpoint"] for one in engines] == [f"tcp://127.0.0.1:{port}" for port in (5600, 5601, 5602)]
+    picked = options_of_engines({"admin_endpoint": "tcp://127.0.0.1:0"}, 2, host)
+    assert [one["admin_endpoint"] for one in picked] == ["tcp://127.0.0.1:0"] * 2
+    assert all("admin_endpoint" not in one for one in options_of_engines({}, 2, host))
