@@ -130,7 +130,7 @@ class _Session:
             return
         plan = replace(self._plan, specs=self._specs, model=model.write(folder))
         number = bytes_a_number(self._plan.options.dtype)
-        cases = make_cases(model, parts, self._ceilings, self._size, number, self._num_stages)
+        cases = make_cases(model, self._shown(model), parts, self._ceilings, self._size, number)
         with ExitStack() as stack:
             fleet = stack.enter_context(Fleet(plan, may_lose_peers=True, settle_s=SETTLE_S))
             self._engines |= fleet.facts
@@ -142,6 +142,14 @@ class _Session:
                     self._measurements += self._take(fleet, alive, case)
                     if self._measurements:
                         self._plan.keep(self.findings())
+
+    def _shown(self, model: PublishedModel) -> str:
+        shown = model.name
+        if self._plan.options.model_impl == "both":
+            shown += " by both implementations"
+        if self._size > 1:
+            shown += f" on {self._size} devices"
+        return shown + (f" in {self._num_stages} stages" if self._num_stages > 1 else "")
 
     def _take(self, fleet: Fleet, alive: list[str], case: Case) -> list[Measurement]:
         """`alive` loses the engines that fail."""
@@ -182,11 +190,9 @@ class _Session:
 
 
 def make_cases(
-    model: PublishedModel, parts: Sequence[str], ceilings: Ceilings, size: int, bytes_a_number: int, num_stages: int = 1
+    model: PublishedModel, shown: str, parts: Sequence[str], ceilings: Ceilings, size: int, bytes_a_number: int
 ) -> list[Case]:
-    """In the order of `parts`. size: devices, over all stages."""
-    shown = model.name + (f" on {size} devices" if size > 1 else "")
-    shown += f" in {num_stages} stages" if num_stages > 1 else ""
+    """In the order of `parts`. shown: how the cases name the model. size: devices, over all stages."""
     loads = {f"decode {load.batch}": load for load in DECODE_LOADS}
     cases = []
     for part in parts:
