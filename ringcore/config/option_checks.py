@@ -63,23 +63,7 @@ def check_values(options: Mapping[str, Any]) -> None:
         raise bad_value(
             "executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'"
         )
-    for name in _COUNTS:
-        _check_count(name, options[name], 1)
-    for name in ("kv_cache_bytes", "host_kv_cache_bytes", "max_num_batched_tokens", "long_prefill_token_threshold"):
-        if options[name] is not None:
-            _check_count(name, options[name], 1)
-    if options["max_model_len"] not in (None, "auto"):
-        _check_count("max_model_len", options["max_model_len"], 1, or_else="'auto'")
-    if options["num_blocks_override"] is not None:
-        _check_count("num_blocks_override", options["num_blocks_override"], 2)
-    if options["steps_in_flight"] not in (1, 2):
-        raise bad_value("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
-    for name in ("max_worker_restarts", "max_skip_ahead"):
-        _check_count(name, options[name], 0)
-    if options["max_logprobs"] != -1 or isinstance(options["max_logprobs"], bool):
-        _check_count("max_logprobs", options["max_logprobs"], 0, 2**31 - 1, or_else="-1 for no bound")
-    for name in ("call_ring_bytes", "reply_ring_bytes"):
-        _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
+    _check_counts(options)
     for name in ("stall_warning_s", "structured_outputs_timeout_s", "tokenizer_timeout_s"):
         _check_seconds(name, options[name])
     for name in ("step_timeout_s", "engine_timeout_s"):
@@ -103,6 +87,26 @@ def check_values(options: Mapping[str, Any]) -> None:
     _check_admin(options["admin_endpoint"], options["admin_keys"])
     _check_hosts(options["hosts"], options["join_endpoint"], options["join_keys"])
     _check_installed("structured_outputs_backend", options["structured_outputs_backend"])
+
+
+def _check_counts(options: Mapping[str, Any]) -> None:
+    for name in _COUNTS:
+        _check_count(name, options[name], 1)
+    for name in ("kv_cache_bytes", "host_kv_cache_bytes", "max_num_batched_tokens", "long_prefill_token_threshold"):
+        if options[name] is not None:
+            _check_count(name, options[name], 1)
+    if options["max_model_len"] not in (None, "auto"):
+        _check_count("max_model_len", options["max_model_len"], 1, or_else="'auto'")
+    if options["num_blocks_override"] is not None:
+        _check_count("num_blocks_override", options["num_blocks_override"], 2)
+    if options["steps_in_flight"] not in (1, 2):
+        raise bad_value("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
+    for name in ("max_worker_restarts", "max_skip_ahead"):
+        _check_count(name, options[name], 0)
+    if options["max_logprobs"] != -1 or isinstance(options["max_logprobs"], bool):
+        _check_count("max_logprobs", options["max_logprobs"], 0, 2**31 - 1, or_else="-1 for no bound")
+    for name in ("call_ring_bytes", "reply_ring_bytes"):
+        _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
 
 
 def _check_installed(option: str, library: str) -> None:

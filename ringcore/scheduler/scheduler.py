@@ -254,6 +254,8 @@ class Scheduler:
                 break
             self._preempt(int(self._preemption_order()[0]))
             plan.has_preempted = True
+        else:  # none runs, or the last one was preempted: loads hold the blocks that it needs
+            plan.positions = plan.counts = None
         plan.num_running = table.num
         plan.token_budget -= table.num if plan.counts is None else int(plan.counts.sum())
 

@@ -151,7 +151,7 @@ class Programs:
 
     def _ask(self, end: Any, participant: int, message: int) -> Counter:
         try:
-            has_room = end.has_room(self._scenario.record_bytes(message) - LINE)
+            has_room = end.has_room(self._scenario.messages[message])
         except self._code.ring.RingClosed:
             return self._cut(message)
         return ("send", message, True) if has_room else ("asleep", message)

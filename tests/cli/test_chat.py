@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -130,6 +131,7 @@ class PseudoTerminal:
         )
         os.close(theirs)
         self.seen = ""
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode  # a read may end in a character
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
@@ -143,7 +145,7 @@ class PseudoTerminal:
             if interrupts:
                 os.kill(self._process.pid, signal.SIGINT)
             while select.select([self._ours], [], [], 0.5)[0] and text not in self.seen:
-                self.seen += os.read(self._ours, 4096).decode(errors="replace")
+                self.seen += self._decode(os.read(self._ours, 4096))
         came, _, self.seen = self.seen.partition(text)
         return came + text
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from admin_peers import SILENCE_S, RawPeer, echo, open_endpoint, receive, served, wait_until
 
-from ringcore.engine_core.admin import logged_counter
+from ringcore.curve import logged_counter
 from ringcore.engine_core.admin.endpoint import MAX_TIMEOUT_S
 from ringcore.engine_core.admin.listener import MAX_CALLS_IN_FLIGHT
 from ringcore.engine_core.transport.framing import FrameLimits

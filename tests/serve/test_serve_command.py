@@ -381,7 +381,7 @@ def test_the_services_of_the_documents(command, folder, tmp_path):
 
 
 def test_the_documents_have_each_kind():
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 6
     assert {"--batch-dir", "--otlp-traces-endpoint", "--log-format"} <= {
         word for one in COMMANDS for word in one.split()
     }

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 
 from ringcore import LLM, SamplingParams
 from ringcore.metrics import RequestLog
-from ringcore.metrics.exposition import make_registry
+from ringcore.metrics.exposition import ObservedEngine, make_registry
 from ringcore.protocol.requests import NO_STATS
 from ringcore.testing import Fault, StepCost
 
@@ -49,11 +49,10 @@ def test_turns_and_their_metrics(model_folder, without):
         stats=NO_STATS,
         ready=None,
         num_restarts=0,
-        num_tokenizer_jobs=0,
-        num_tokenizer_refusals=0,
         step_metrics=core.step_metrics,
     )
-    text = generate_latest(make_registry(source, RequestLog(), "m")).decode()
+    prompts = SimpleNamespace(num_jobs=0, num_refused=0)
+    text = generate_latest(make_registry([ObservedEngine({}, source, RequestLog())], prompts, "m")).decode()
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(lines['vllm:external_prefix_cache_hits_total{model_name="m"}']) == found.num_hit_tokens
     assert float(lines['ringcore:stored_kv_saved_bytes_total{model_name="m"}']) == found.saved_bytes

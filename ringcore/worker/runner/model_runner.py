@@ -70,6 +70,7 @@ class ModelRunner:
         self.launcher.mirror(step.new_requests, appended)
         if began:
             self._tracer.record((APPLIED.number, began, now_ns(), step.step))
+            self._tracer.check(began)  # of a worker in the engine's process, which has no loop of its own
         scheduled, counts = self.rows.scheduled, step.num_scheduled_tokens
         output = LaunchedSteps(step.step, len(scheduled), self._is_output_rank)
         for index in range(step.num_steps if len(scheduled) else 0):

@@ -225,7 +225,7 @@ def test_a_restart_under_load_loses_nothing(folder):
             await restarting
             num_meanwhile, is_over = len(answers), True
             await asyncio.gather(*asking)
-            assert num_meanwhile > 20
+            assert num_meanwhile >= 6  # more than ran when it began
             assert all(got == wanted for got, wanted in answers)
             assert set(pids_of(engines)).isdisjoint(before)
             assert [engines.replica(i).generations.num_restarts for i in range(2)] == [0, 0]
