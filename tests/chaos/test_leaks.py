@@ -17,7 +17,7 @@ from scenarios import child_environment
 from ringcore.errors import RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 
-SHORT, LONG = 14, 200  # engines
+SHORT, LONG = 10, 200  # engines
 WARM_UP = 5
 GROWTH_KB = 3 << 10
 GONE_S = 20.0
