@@ -282,8 +282,8 @@ def test_nothing_is_left_of_a_killed_engine_and_its_calls_end(folders):
             os.kill(pid, signal.SIGKILL)
             thread.join(WAIT_S)
             assert "closed the connection: it has ended" in str(outcome[0])
-        wait_until(lambda: psutil.pid_exists(pid) is False or psutil.Process(pid).status() == "zombie")
-        assert not listed(pid)
+        # Its first thread can be a zombie while another still ends, and has its sockets.
+        wait_until(lambda: not listed(pid))
         assert found(pid) is None
         with pytest.raises(InvalidRequestError, match=f"engine: '{pid}': "):
             AdminClient.local(pid)
