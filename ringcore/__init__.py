@@ -9,6 +9,8 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringcore.version import __version__
+
 if TYPE_CHECKING:
     from ringcore import errors
     from ringcore.config import EngineConfig
@@ -36,11 +38,10 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "__version__",
     "errors",
     "local_engines",
 ]
-
-__version__ = "0.1.0"
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless configured
 

@@ -74,7 +74,7 @@ def _dequantize(path: str | os.PathLike[str], info: GGUFTensorInfo, kind: Any, d
             piece = blocks[begin : begin + step]
             # As one row: `gguf` loops over groups of 16 rows in Python.
             values[begin : begin + step] = dequantize(piece.reshape(1, -1), kind).reshape(len(piece), block_size)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # how `gguf` says that it knows a type's size, and not its layout
         raise ModelLoadError(
             f"{path}: tensor {info.name!r} has the type {kind.name}, which the installed package gguf cannot expand",
             path=str(path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-import ringcore
+from ringcore.version import __version__
 
 __all__ = ["version_line"]
 
@@ -16,4 +16,4 @@ def version_line() -> str:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "not installed"
-    return f"ringcore {ringcore.__version__} (Python {platform.python_version()}, torch {torch})"
+    return f"ringcore {__version__} (Python {platform.python_version()}, torch {torch})"

@@ -21,8 +21,8 @@ TIMEOUT = timedelta(seconds=300)
 
 def group_store(rendezvous: str, name: str, rank: int, size: int, timeout: timedelta) -> PrefixStore:
     """The keys of the group `name`. rendezvous: a file's path, or "tcp://HOST:PORT", where rank 0 of the only group
-    listens, at that address alone. Whoever can write to the file or reach the address can join: a file must be private,
-    and a network too. Nothing removes the file.
+    listens, at that address alone. A process that can write to the file or reach the address can join: both must be
+    private. The file stays.
 
     Raises RuntimeError where rank 0 cannot be reached, OSError where it cannot listen.
     """

@@ -140,7 +140,7 @@ class NearReader(MessageReader):
         stub = bytes(parts[0])
         parts[0].release()
         self._ring.release()
-        # The last view frees the memory: a view that outlives the lease stays valid, as nobody writes there.
+        # The last view frees the memory. A view that outlives the lease stays valid: its memory is never written again.
         message = Message(lambda: None)
         message.parts = split(memoryview(self._side.receive(stub)))
         return message

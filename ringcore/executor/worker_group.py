@@ -48,7 +48,7 @@ class OneHost:
         return [NearHost(self._start)]
 
     def interrupt(self) -> None:
-        pass  # it waits for nobody
+        pass  # `start` does not wait for other hosts
 
     def close(self) -> None:
         pass

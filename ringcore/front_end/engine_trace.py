@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-import ringcore
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.front_end.engine_caller import EngineCaller
 from ringcore.tracing import MAX_TRACE_S, ProcessTrace, check_seconds
 from ringcore.tracing.timeline import timeline
+from ringcore.version import __version__
 
 __all__ = ["record_timeline"]
 
@@ -40,7 +40,7 @@ def record_timeline(
     except BaseException:
         recording.stop()
         raise
-    return timeline(recording.stop(), recording.notes, ringcore.__version__)
+    return timeline(recording.stop(), recording.notes, __version__)
 
 
 class _Recording:

@@ -1,4 +1,4 @@
-"""Who is told what a front end sees: its log, metrics, spans."""
+"""The observers of a front end: its log, its metrics, its spans."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Protocol
 
 from ringcore.config import EngineConfig
 from ringcore.errors import RingcoreError
+from ringcore.front_end.request_state import FirstTokenObserver, RequestState
 from ringcore.host.file_names import as_utf8
 from ringcore.protocol.requests import OutputColumns
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from ringcore.front_end.request_state import RequestState
-
 __all__ = ["FrontEndObserver", "observers_of"]
 
 _log = logging.getLogger(__name__)
 
 
-class FrontEndObserver(Protocol):
+class FrontEndObserver(FirstTokenObserver, Protocol):
     """A member of the `observers` of an engine. Its methods run within locks, `ended` in finalizers too. None may
     raise, and none but `close` wait. Times are of the monotonic clock."""
 
@@ -32,10 +31,8 @@ class FrontEndObserver(Protocol):
         """A message has come; called once for each, in their order."""
         ...
 
-    def first_token(self, num_prompt_tokens: int, arrival_s: float, now: float) -> None: ...
-
     def ended(self, state: RequestState, error: RingcoreError | None) -> None:
-        """A request has ended, in whatever way; called once for each. It is not over if nobody reads it any more, or
+        """A request has ended, in whatever way; called once for each. It is not over if its reader has dropped it, or
         its engine died. error: where the state itself has none."""
         ...
 

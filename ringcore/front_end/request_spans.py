@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from opentelemetry import context as otel_context
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
-import ringcore
 from ringcore.errors import RingcoreError
 from ringcore.front_end.request_state import RequestState
 from ringcore.protocol.requests import OutputColumns
+from ringcore.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -56,7 +56,7 @@ class RequestSpans:
     """
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
-        tracer = provider.get_tracer("ringcore", ringcore.__version__)
+        tracer = provider.get_tracer("ringcore", __version__)
         self._queue: SimpleQueue[_Ended | None] = SimpleQueue()
         self.num_dropped = 0
         self._thread = threading.Thread(

@@ -10,14 +10,13 @@ from typing import Protocol
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.front_end.detokenizer import Detokenizer, TokenStream
 from ringcore.front_end.input_processor import PreparedRequest
-from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.prompt_logprobs import PromptPositions, prompt_positions
 from ringcore.metrics import EndedRequest
 from ringcore.params.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from ringcore.params.sampling_params import OutputKind, SamplingParams
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, TokenLogprobs, WireError
 
-__all__ = ["Completion", "RequestState", "TextSource", "error_of", "id_in_use"]
+__all__ = ["Completion", "FirstTokenObserver", "RequestState", "TextSource", "error_of", "id_in_use"]
 
 
 class TextSource(Protocol):
@@ -26,6 +25,12 @@ class TextSource(Protocol):
     def stream(self, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> TokenStream: ...
 
     def token_text(self, token_id: int) -> str: ...
+
+
+class FirstTokenObserver(Protocol):
+    """The part of a front end's observer that a request calls."""
+
+    def first_token(self, num_prompt_tokens: int, arrival_s: float, now: float) -> None: ...
 
 
 class RequestState:
@@ -43,7 +48,7 @@ class RequestState:
         prepared: PreparedRequest,
         tokenizer: TextSource,
         kind: OutputKind,
-        observers: Sequence[FrontEndObserver] = (),
+        observers: Sequence[FirstTokenObserver] = (),
     ) -> None:
         self.request_id = prepared.request_id
         self.completions = [Completion(self, i, one, tokenizer) for i, one in enumerate(prepared.requests)]

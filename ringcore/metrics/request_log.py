@@ -47,7 +47,7 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
 
 
 class EndedRequest(NamedTuple):
-    """is_over: all its completions have ended; else nobody reads it any more, or its engine died."""
+    """is_over: all its completions have ended; else its reader has dropped it, or its engine died."""
 
     is_over: bool
     times: RequestMetrics

@@ -8,7 +8,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
-import ringcore
 from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.openai_api.answers import (
     ChatCompletionResponse,
@@ -34,6 +33,7 @@ from ringcore.serve.otlp import TraceContext
 from ringcore.serve.service import Service
 from ringcore.serve.streaming import while_connected
 from ringcore.serve.tokens import detokenize, tokenize
+from ringcore.version import __version__
 
 __all__ = ["create_app"]
 
@@ -46,7 +46,7 @@ def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> 
     service = Service(engine, options)
     # Without FastAPI's own documentation pages, which load scripts from a CDN.
     errors: _Described = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
-    app = FastAPI(title="ringcore", version=ringcore.__version__, docs_url=None, redoc_url=None, responses=errors)
+    app = FastAPI(title="ringcore", version=__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service
     _add_middleware(app, options)
     if engine.has_request_spans:

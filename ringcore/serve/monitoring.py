@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 
-import ringcore
 from ringcore.front_end.engine_health import merged_health
 from ringcore.metrics.server import CONTENT_TYPE, render
 from ringcore.openai_api.answers import HealthResponse, ProbeResponse, VersionResponse
 from ringcore.protocol.messages import EngineHealth
 from ringcore.serve.errors import json_response
 from ringcore.serve.service import Service
+from ringcore.version import __version__
 
 __all__ = ["add_monitoring"]
 
@@ -48,7 +48,7 @@ def add_monitoring(app: FastAPI, service: Service) -> None:
 
     @app.get("/version", responses={200: {"model": VersionResponse}})
     async def version() -> Response:
-        return json_response({"version": ringcore.__version__})
+        return json_response({"version": __version__})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

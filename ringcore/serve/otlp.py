@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-import ringcore
 from ringcore.errors import ConfigError
+from ringcore.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -66,7 +66,7 @@ def otlp_provider(endpoint: str) -> TracerProvider:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    resource = Resource.create({"service.name": "ringcore", "service.version": ringcore.__version__})
+    resource = Resource.create({"service.name": "ringcore", "service.version": __version__})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # its own wait has no bound
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S)
     provider.add_span_processor(

@@ -26,7 +26,7 @@ from ring_model_program import Programs, Scenario
 
 __all__ = ["Model", "Report"]
 
-STUCK = "somebody waits for what will not happen"
+STUCK = "deadlock: a participant waits for what will not happen"
 MAX_CACHED = 400_000  # outcomes that random walks keep
 MAX_SCHEDULE = 100_000  # steps after which a random walk that is at no end goes round in a circle
 TOLD = 10_000  # stuck states among which the clearest is told

@@ -19,7 +19,7 @@ from ringcore.executor.ring_memory import RingCorruptError
 
 CAPACITY = 8 * MESSAGE_COST
 QUARTER = CAPACITY // 4
-STUCK = "somebody waits for what will not happen"
+STUCK = "deadlock: a participant waits for what will not happen"
 
 
 @dataclass

@@ -28,6 +28,17 @@ class Entry:
         return next((i for i, gap in enumerate(self.gaps) if gap < DECISIVE_GAP), len(self.gaps))
 
 
+def greedy_tokens(folder: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """What transformers generates in float32, past any end of text."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+
+
 def load(name: str) -> list[Entry]:
     return [Entry(**entry) for entry in json.loads((DATA / f"{name}.json").read_text())["entries"]]
 

@@ -8,10 +8,9 @@ import signal
 from itertools import count
 
 import pytest
-import torch
 from engine import generate, make_core, tokens
 from new_weights import OtherWeights
-from reference import load
+from reference import greedy_tokens, load
 
 from ringcore import LLM, SamplingParams
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -59,16 +58,7 @@ def answers(core) -> tuple[list, list[float]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_qwen2):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32)
-    with torch.inference_mode():
-        return [
-            model.generate(
-                torch.tensor([prompt]), max_new_tokens=16, min_new_tokens=16, do_sample=False, pad_token_id=0
-            )[0, len(prompt) :].tolist()
-            for prompt in PROMPTS
-        ]
+    return greedy_tokens(tiny_qwen2, PROMPTS, 16)
 
 
 @pytest.fixture(scope="module")

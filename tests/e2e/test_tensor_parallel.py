@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-import torch
 from engine import generate, make_core, tokens
+from reference import greedy_tokens
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.config import RankLayout
@@ -21,16 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def expected(tiny_qwen2):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32)
-    with torch.inference_mode():
-        return [
-            model.generate(
-                torch.tensor([prompt]), max_new_tokens=16, min_new_tokens=16, do_sample=False, pad_token_id=0
-            )[0, len(prompt) :].tolist()
-            for prompt in PROMPTS
-        ]
+    return greedy_tokens(tiny_qwen2, PROMPTS, 16)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])  # four: each of its two KV heads is on two ranks

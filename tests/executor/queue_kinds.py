@@ -68,8 +68,9 @@ class Queue:
 
 @contextlib.contextmanager
 def queue_of(kind: str, capacity: int, deaths: tuple[int, ...] = ()) -> Iterator[Queue]:
-    """A queue of two readers. kind: "memfd", "zmq" (both near), "far", or "mixed": the first near and the other far."""
-    num_near, large_messages = {"memfd": (2, "memfd"), "zmq": (2, "zmq"), "far": (0, ""), "mixed": (1, "memfd")}[kind]
+    """A queue of two readers. kind: "memfd", "named" or "zmq" (both near), "far" (both), or "mixed": near, then far."""
+    num_near = {"far": 0, "mixed": 1}.get(kind, 2)
+    large_messages = "zmq" if kind == "zmq" else "memfd"
     with contextlib.ExitStack() as stack:
         writers: list[MessageWriter] = []
         readers: list[MessageReader] = []

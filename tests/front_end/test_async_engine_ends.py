@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bounded_asyncio import WAIT_S, run
 from fake_engine import (
     KILLS,
     KILLS_ONCE,
@@ -31,20 +32,11 @@ from ringcore.errors import EngineDeadError, ModelLoadError
 from ringcore.front_end.request_streams import RequestStreams
 
 OPTIONS = {"load_format": "dummy", "executor": FakeMultiproc, "max_model_len": 128, "block_size": 8}
-WAIT_S = 90.0  # of what takes seconds at most, on a machine that may be busy with anything
 
 
 @pytest.fixture
 def folder(tmp_path):
     return make_model_folder(tmp_path)
-
-
-def run(coroutine):
-    async def bounded():
-        async with asyncio.timeout(WAIT_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 async def last_of(stream):

@@ -12,12 +12,12 @@ import time
 from contextlib import aclosing
 
 import pytest
+from bounded_asyncio import WAIT_S, run
 from fake_engine import SLOW, FakeMultiproc, expected, make_model_folder
 
 from ringcore import AsyncEngine, SamplingParams
 from ringcore.errors import InvalidRequestError
 
-WAIT_S = 90.0  # of what takes seconds at most, on a machine that may be busy with anything
 NUM_STREAMS = 200
 
 
@@ -27,14 +27,6 @@ def engine(tmp_path_factory):
     one = AsyncEngine(folder, load_format="dummy", executor=FakeMultiproc, max_model_len=128, block_size=8)
     yield one
     run(one.close())
-
-
-def run(coroutine):
-    async def bounded():
-        async with asyncio.timeout(WAIT_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 async def stats_when_idle(engine):

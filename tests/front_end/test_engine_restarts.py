@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bounded_asyncio import WAIT_S, eventually, run
 from fake_engine import SLOW, BrokenMultiproc, FragileMultiproc, expected, make_model_folder
 from process_stat import children, is_alive, session_members
 
@@ -20,7 +21,6 @@ from ringcore import AsyncEngine, SamplingParams
 from ringcore.errors import ConfigError, EngineDeadError, ModelLoadError
 
 OPTIONS = {"load_format": "dummy", "executor": FragileMultiproc, "max_model_len": 128, "block_size": 8}
-WAIT_S = 90.0  # of what takes seconds at most, on a machine that may be busy with anything
 
 
 @pytest.fixture
@@ -32,20 +32,6 @@ def folder(tmp_path):
 def holds(folder):
     """A file: while it is there no engine of this folder becomes ready."""
     return Path(folder) / "holds"
-
-
-def run(coroutine):
-    async def bounded():
-        async with asyncio.timeout(WAIT_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
-async def eventually(holds):
-    async with asyncio.timeout(WAIT_S):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def last_of(stream):

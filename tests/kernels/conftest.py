@@ -7,15 +7,6 @@ import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        for item in items:
-            if "kernels" in item.path.splits:
-                item.add_marker(pytest.mark.skip(reason="triton is not installed"))
-
-
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,8 +11,6 @@ import pytest
 import torch
 from rounding import rounding
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from ringcore.kernels.activation import (
     gelu_tanh_and_mul,
     gelu_tanh_and_mul_reference,

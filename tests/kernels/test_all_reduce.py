@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rounding import rounding
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 from rank_series import CAPACITY, Call, Ranks
+from rounding import rounding
 
 from ringcore.kernels.all_reduce import (
     SENTINEL_BYTE,

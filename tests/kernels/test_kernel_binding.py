@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "model_executor"))  # the tiny models and their attention
 
 from dense_attention import DenseAttention, DenseRun

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from ringcore.attention.context import NO_TOKEN_CONTEXT as NONE
 from ringcore.kernels import skinny_configs
 from ringcore.kernels.skinny_configs import choose_split_k

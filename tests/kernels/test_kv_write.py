@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from ringcore.kernels.kv_write import kv_write, kv_write_reference
 from ringcore.kernels.page_layout import PageLayout
 

@@ -12,9 +12,6 @@ import adjusted_by_eye as eye
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 from adjusted_rows import Row, adjustments_of, assert_same, by_hand, random_logits, random_rows
 from sampling_rows import inputs
 from test_precompile import run

@@ -9,9 +9,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 from adjusted_rows import Row, adjustments_of
 from exact_sampling import ASKS_FOR_EVERYTHING, CASES, LOGITS, VOCAB_SIZE, Case, p_value
 from sampling_rows import inputs

@@ -6,9 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import triton
 import triton.language as tl
 from paged_batch import FEATURED, FEATURED_NAMES, PagedBatch, assert_close

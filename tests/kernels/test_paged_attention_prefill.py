@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 from paged_batch import FEATURED, FEATURED_NAMES, PagedBatch, assert_close
 
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 from rank_series import in_processes, shared
 
 from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 from triton import JITFunction, knobs
 
 from ringcore.kernels.precompile import compile_variants, intercept_launches

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from ringcore.kernels.prompt_padding import (
     gather_padded_kv,
     gather_padded_kv_reference,

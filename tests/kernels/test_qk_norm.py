@@ -6,8 +6,6 @@ import pytest
 import torch
 from rounding import rounding
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from ringcore.kernels.qk_norm import qk_norm, qk_norm_reference
 
 EPS = 1e-5

@@ -9,8 +9,6 @@ import pytest
 import torch
 from rounding import rounding
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from ringcore.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,8 +10,6 @@ import pytest
 import torch
 from rounding import rounding, rounds_to_nearest
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from ringcore.kernels.rms_norm import MAX_SIZE, rms_norm, rms_norm_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,8 +14,6 @@ import torch
 from rank_series import in_processes
 from rounding import rounding
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from ringcore.kernels.skinny_configs import MAX_ROWS, choose
 from ringcore.kernels.skinny_linear import (
     RowNorm,

@@ -120,7 +120,6 @@ def test_every_kind_of_derived_tensor_is_seen(two):
 def test_updated_is_as_loaded_in_16_bits(two, monkeypatch, family, dtype, kernels):
     """And with the kernels bound, which hold addresses too."""
     if kernels:
-        pytest.importorskip("triton", reason="triton is not installed")
         monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     before, _, after, state = two(family)
     model, tensors = placed(before, dtype=dtype)

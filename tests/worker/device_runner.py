@@ -35,7 +35,6 @@ class PlansOnDevice(TorchSdpaBackend):
 
 def rows_on_device(monkeypatch: pytest.MonkeyPatch, *, plans_on_device: bool) -> None:
     """Workers that are made from now on have the GPU's runner."""
-    pytest.importorskip("triton", reason="triton is not installed")
     from ringcore.worker.runner.device_launcher import DeviceLauncher
 
     monkeypatch.setattr(worker_module, "_launcher_class", lambda platform: DeviceLauncher)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
 from test_precompile import run

@@ -35,8 +35,8 @@ class Port:
     value); what it returns is called once the messages that came before the event were taken. By whichever thread
     pumps, one call at a time.
 
-    Outside of a call the sources are readable, or everything that has arrived was taken: whoever waits for something
-    must `pump` before, and be woken by the sources and by what `take` signals.
+    Between calls either the sources are readable or every message that has arrived was taken. So a thread calls `pump`
+    before it waits, and then waits for the sources and for what `take` signals.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Port:
         self.sources: Sequence[int] = [int(self.socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """One message; frames above some KiB must be bytes that nobody changes. Dropped if the peer is gone."""
+        """One message. Frames above 16 KiB are sent without a copy, and must not change afterwards. Dropped if the peer
+        is gone."""
         with self.lock:
             if self._is_closed:
                 return

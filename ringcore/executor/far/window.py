@@ -12,7 +12,7 @@ Positions are bytes since the stream began, as a ring's; a message counts as its
 
 A reader announces its releases when they come to a quarter of the capacity: few frames, and none for most messages. So
 a writer whose reader has released everything knows that of all but a quarter, and may always send: the message that
-fits the window, or any one message beside that quarter. Nobody waits for an announcement that is not due.
+fits the window, or any one message beside that quarter. A writer never waits for an announcement that is not due.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from bounded_asyncio import WAIT_S, eventually, run
 from fake_engine import KILLS, SLOW, FragileUniproc, expected, make_model_folder
 from process_stat import is_alive
 from prometheus_client import generate_latest
@@ -28,7 +29,6 @@ OPTIONS = {
     "num_blocks_override": 200,
     "enable_sleep_mode": True,
 }
-WAIT_S = 90.0  # of what takes seconds at most, on a machine that may be busy with anything
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +38,6 @@ def folder(tmp_path_factory):
 
 def replica_set(folder, size=2, **options) -> ReplicaSet:
     return ReplicaSet(folder, data_parallel_size=size, **(OPTIONS | options))
-
-
-def run(coroutine):
-    async def bounded():
-        async with asyncio.timeout(WAIT_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
-async def eventually(holds):
-    async with asyncio.timeout(WAIT_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 async def generate(engines, prompt, num_tokens=8, **options):
