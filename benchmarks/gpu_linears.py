@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.gpu import measure_ceilings
 from benchmarks.gpu_options import Deadline, add_place_arguments
 from benchmarks.harness import Benchmark, Plan, note
-from benchmarks.linear_model import fit, largest_error
+from benchmarks.linear_model import choice_ratios, fit
 from benchmarks.linear_points import (
     Kernel,
     LinearCase,
@@ -154,13 +155,7 @@ def _findings(cases: list[LinearCase], points: Points, facts: dict[str, Any]) ->
             )
     if not measurements:
         raise BenchmarkError("nothing was measured")
-    times = fit(measured)
     engine = {"python": facts["python"], "packages": facts["packages"], "settings": {}, "env": {}}
-    check = Check(
-        name="the largest error of the model of times",
-        value=f"{largest_error(times, measured):.0%} of {len(measured)} points",
-        data={kernel: dataclasses.asdict(one) for kernel, one in times.items()},
-    )
     return Findings(
         measurements=measurements,
         engines={"chosen": engine, "best": engine},
@@ -169,5 +164,15 @@ def _findings(cases: list[LinearCase], points: Points, facts: dict[str, Any]) ->
             "fit the L2 together; each result is compared with the product in float32 before it is timed.",
             "Chosen: the kernel and tile that the engine takes; best: of those that were tried.",
         ],
-        checks=[check],
+        checks=_of_model(measured),
     )
+
+
+def _of_model(points: list[Point]) -> list[Check]:
+    """The engine's model of times, fitted to these points."""
+    times = fit(points)
+    if times is None:
+        return []
+    ratios = choice_ratios(times, points)
+    value = f"{statistics.fmean(ratios):.2f} times the fastest's time on average, {max(ratios):.2f} at most"
+    return [Check(name="the tiles that the fitted model of times chooses", value=value, data=dataclasses.asdict(times))]

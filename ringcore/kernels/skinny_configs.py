@@ -25,7 +25,6 @@ MAX_ROWS = _RANGES[-1]
 _MAX_FMA_ROWS, _MAX_DOT_ROWS = 4, 32
 _SMALL_WEIGHT = 1 << 22  # numbers
 _MAX_SPLIT_K_ROWS = 256  # more rows were not measured in whole passes, where the norm reduces the partials
-_LM_HEAD = 1 << 15  # outputs
 _MANY_WEIGHTS = 12288  # rows of a weight
 _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 rows
 
@@ -75,11 +74,11 @@ def _by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> Con
 
 
 def _fma_by_rule(num_outputs: int, num_inputs: int, is_gated: bool, end: int) -> FmaConfig:
-    """Of one row and at least 2,048 inputs, on an H200 against the fastest of all tiles measured: gated linears of five
-    models take 1.01 times as long, LM heads 1.03, others 1.07."""
-    if end == 1 and num_inputs > 1024 and (is_gated or num_outputs >= _LM_HEAD or num_inputs > 2048):
+    """Of one row and more than 2,048 inputs, on an H200 against the fastest of all tiles measured: gated linears of
+    five models take 1.01 times as long, LM heads 1.03, others 1.07."""
+    if end == 1 and num_inputs > 2048:
         if is_gated:
-            return FmaConfig(1, 4096 if num_inputs > 2048 else 2048, 4)
+            return FmaConfig(1, 4096, 4)
         return FmaConfig(4, 2048, 8) if num_inputs == 4096 else FmaConfig(2, 2048, 4)
     width = 1 << (num_inputs - 1).bit_length()
     if width > 4096:  # more than fits in registers: a loop over blocks

@@ -6,27 +6,53 @@ memory: all weights at the memory's rate. multiprocessor: the weights of the pro
 the rate at which its loads in flight (the stages but one of each resident program) arrive after the memory's latency.
 The sum of powers is a maximum that is rounded off where both are about the same.
 
-The constants are fitted to 24 linears of five published models with 8 rows on an H200: the tile that the model chooses
-takes 1.04 times as long as the fastest of all that were measured, on average (so do linears left out of the fit), and
-1.21 times at most.
+The constants are fitted to 24 linears of five published models with 8 rows on an H200 (`python -m benchmarks
+gpu_linears` fits others): the tile that the model chooses takes 1.04 times as long as the fastest of all that were
+measured, on average (so do linears left out of the fit), and 1.21 times at most.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ringcore.kernels.skinny_tiles import DotConfig
 
-__all__ = ["NUM_SMS", "dot_seconds", "fastest_dot"]
+__all__ = ["H200", "NUM_SMS", "DotTimes", "fastest_dot"]
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200
 _SHARED_BYTES, _MAX_WARPS, _NUM_REGISTERS = 227 << 10, 64, 65536  # of a multiprocessor
 _BYTES = 2  # of a number
-
-_MEMORY_BYTES_PER_S = 4.72e12
-_LATENCY_S = 0.74e-6
-_BOUNDARY_S = 2.3e-6
-_SPLIT_S, _PARTIAL_S = 0.93e-6, 0.36e-6
-_POWER = 1.69
 _PREFETCHED_INPUTS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DotTimes:
+    """The constants of the model for one kind of GPU."""
+
+    memory_bytes_per_s: float
+    latency_s: float
+    boundary_s: float
+    split_s: float
+    partial_s: float
+    power: float
+
+    def seconds(self, config: DotConfig, num_weights: int, num_inputs: int, num_rows: int) -> float:
+        """Of one launch among others in a CUDA graph, weights of 16 bits."""
+        block_rows = max(16, 1 << (min(num_rows, config.block_rows) - 1).bit_length())
+        programs = -(-num_weights // config.block_weights) * config.splits * -(-num_rows // block_rows)
+        busiest = -(-programs // NUM_SMS)
+        blocks = -(-num_inputs // config.block_inputs)
+        block_bytes = config.block_weights * config.block_inputs * _BYTES
+        program_bytes = block_bytes * -(-blocks // config.splits)
+        in_flight = block_bytes * (config.num_stages - 1) * min(busiest, _resident(config, block_rows))
+        memory_s = num_weights * num_inputs * _BYTES / self.memory_bytes_per_s
+        multiprocessor_s = busiest * program_bytes / in_flight * self.latency_s
+        split_s = self.split_s + config.splits * self.partial_s if config.splits > 1 else 0.0
+        read_s: float = (memory_s**self.power + multiprocessor_s**self.power) ** (1 / self.power)
+        return read_s + self.boundary_s + split_s
+
+
+H200 = DotTimes(4.72e12, 0.74e-6, 2.3e-6, 0.93e-6, 0.36e-6, 1.69)
 
 _TILES = (
     DotConfig(64, 256, 4, 3, 1),
@@ -39,7 +65,7 @@ _SPLITS = (1, 2, 3, 4, 6, 8)
 
 
 def fastest_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
-    """By `dot_seconds`, of a weight of num_weights rows. Weights are prefetched where all programs run at once: when a
+    """By `H200`, of a weight of num_weights rows. Weights are prefetched where all programs run at once: when a
     later wave starts, the kernel before has long ended."""
     candidates = [
         _with_splits(tile, splits, num_weights)
@@ -47,7 +73,7 @@ def fastest_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
         for splits in _SPLITS
         if splits == 1 or 2 * splits * tile.block_inputs <= num_inputs
     ]
-    return min(candidates, key=lambda config: dot_seconds(config, num_weights, num_inputs, num_rows))
+    return min(candidates, key=lambda config: H200.seconds(config, num_weights, num_inputs, num_rows))
 
 
 def _with_splits(tile: DotConfig, splits: int, num_weights: int) -> DotConfig:
@@ -60,21 +86,6 @@ def _with_splits(tile: DotConfig, splits: int, num_weights: int) -> DotConfig:
         splits,
         prefetched_inputs=_PREFETCHED_INPUTS if is_one_wave else 0,
     )
-
-
-def dot_seconds(config: DotConfig, num_weights: int, num_inputs: int, num_rows: int) -> float:
-    """Of one launch among others in a CUDA graph, weights of 16 bits."""
-    block_rows = max(16, 1 << (min(num_rows, config.block_rows) - 1).bit_length())
-    programs = -(-num_weights // config.block_weights) * config.splits * -(-num_rows // block_rows)
-    busiest = -(-programs // NUM_SMS)
-    blocks = -(-num_inputs // config.block_inputs)
-    program_bytes = config.block_weights * config.block_inputs * _BYTES * -(-blocks // config.splits)
-    in_flight = config.block_weights * config.block_inputs * _BYTES * (config.num_stages - 1)
-    rate = min(busiest, _resident(config, block_rows)) * in_flight / _LATENCY_S
-    memory_s = num_weights * num_inputs * _BYTES / _MEMORY_BYTES_PER_S
-    multiprocessor_s = busiest * program_bytes / rate
-    split_s = _SPLIT_S + config.splits * _PARTIAL_S if config.splits > 1 else 0.0
-    return float((memory_s**_POWER + multiprocessor_s**_POWER) ** (1 / _POWER)) + _BOUNDARY_S + split_s
 
 
 def _resident(config: DotConfig, block_rows: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import dot_seconds, fastest_dot
+from ringcore.kernels.skinny_times import H200, fastest_dot
 
 ROWS = 8
 DATA = Path(__file__).parents[1] / "data" / "skinny_linear_points.json"
@@ -40,7 +40,7 @@ def test_the_chosen_tile_is_near_the_fastest():
 
 def test_times_are_about_right():
     errors = [
-        abs(dot_seconds(config, *weights_of(linear), ROWS) * 1e6 / us - 1)
+        abs(H200.seconds(config, *weights_of(linear), ROWS) * 1e6 / us - 1)
         for linear in LINEARS
         for config, us in measured(linear).items()
     ]
