@@ -203,14 +203,12 @@ def check_together(
             f"scheduling_policy={scheduler.scheduling_policy!r} has no priorities; "
             "give scheduling_policy='priority' too, or leave this out",
         )
-    if parallel.hosts is not None and len(parallel.hosts) != size:
-        raise bad_value("hosts", parallel.hosts, f"give {size} names, one for each rank")
+    num_ranks = size * parallel.pipeline_parallel_size
+    if parallel.hosts is not None and len(parallel.hosts) != num_ranks:
+        raise bad_value("hosts", parallel.hosts, f"give {num_ranks} names, one for each rank")
     for name, workers in (("tensor_parallel_size", size), ("pipeline_parallel_size", parallel.pipeline_parallel_size)):
         if parallel.executor == "uniproc" and workers != 1:
             raise bad_value(name, workers, "the uniproc executor has one worker; use executor='multiproc'")
-    if parallel.hosts is not None and parallel.pipeline_parallel_size != 1:
-        remedy = "ranks on several hosts have one stage; leave this out, or hosts"
-        raise bad_value("pipeline_parallel_size", parallel.pipeline_parallel_size, remedy)
     if parallel.pipeline_parallel_size > spec.num_layers:
         remedy = f"the model has {spec.num_layers} layers, and each stage needs one; lower it"
         raise bad_value("pipeline_parallel_size", parallel.pipeline_parallel_size, remedy)

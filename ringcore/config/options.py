@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ringcore.checkpoint import AnySpec, ModelFiles
-from ringcore.config.rank_layout import RankLayout
+from ringcore.config.rank_layout import LOCALHOST, RankLayout
 
 __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
@@ -145,10 +145,11 @@ class ParallelConfig:
     @property
     def layout(self) -> RankLayout:
         """The one source for the number of ranks, their hosts, their stages and the output rank."""
-        if self.ranks is None and self.hosts is not None:
-            return RankLayout(hosts=tuple(self.hosts))
+        if self.ranks is not None:
+            return self.ranks
         num_stages = self.pipeline_parallel_size
-        return self.ranks or RankLayout.on_one_host(self.tensor_parallel_size * num_stages, num_stages)
+        hosts = self.hosts or [LOCALHOST] * (self.tensor_parallel_size * num_stages)
+        return RankLayout.on_hosts(hosts, num_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

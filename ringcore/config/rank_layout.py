@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringcore.errors import ConfigError
@@ -31,10 +32,15 @@ class RankLayout:
         assert self.stage_of(self.output_rank) == self.num_stages - 1, self
 
     @classmethod
+    def on_hosts(cls, hosts: Sequence[str], num_stages: int = 1) -> RankLayout:
+        """hosts: of each rank. The first rank of the last stage returns the output."""
+        last_stage = len(hosts) - len(hosts) // num_stages
+        return cls(hosts=tuple(hosts), output_rank=last_stage, num_stages=num_stages)
+
+    @classmethod
     def on_one_host(cls, world_size: int, num_stages: int = 1) -> RankLayout:
-        """Every rank on the engine's own host; the first rank of the last stage returns the output."""
-        last_stage = world_size - world_size // num_stages
-        return cls(hosts=(LOCALHOST,) * world_size, output_rank=last_stage, num_stages=num_stages)
+        """As `on_hosts`, with every rank on the engine's own host."""
+        return cls.on_hosts((LOCALHOST,) * world_size, num_stages)
 
     @property
     def world_size(self) -> int:
@@ -50,6 +56,10 @@ class RankLayout:
     def tensor_rank_of(self, rank: int) -> int:
         """Its number among the ranks of its stage."""
         return rank % self.ranks_per_stage
+
+    def is_stage_on_one_host(self, stage: int) -> bool:
+        first = stage * self.ranks_per_stage
+        return len(set(self.hosts[first : first + self.ranks_per_stage])) == 1
 
     def local_rank(self, rank: int) -> int:
         """The index of a rank among those of its host, which is also the index of its device there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.peer_memory import CudaPeerDriver, PeerMemory
-from ringcore.distributed.rendezvous import TIMEOUT, gloo_options, group_store, local_address
+from ringcore.distributed.rendezvous import Rendezvous
 
 __all__ = ["GlooCommunicator", "NcclCommunicator"]
 
@@ -23,16 +22,12 @@ class GlooCommunicator(TensorParallel):
     """Collectives over the loopback interface, or between hosts, in a private process group: torch's global one stays
     the user's."""
 
-    def __init__(
-        self, rank: int, size: int, rendezvous: str, timeout: timedelta = TIMEOUT, name: str = "ranks"
-    ) -> None:
-        """Meets the other ranks at `rendezvous` (see `group_store`); returns when all are connected, or raises
-        RuntimeError. name: of the group, among those that meet there."""
+    def __init__(self, rank: int, size: int, rendezvous: Rendezvous, name: str = "ranks") -> None:
+        """rank: in this group, of `size`. Returns when all are connected, or raises RuntimeError. name: of the group,
+        among those of the rendezvous."""
         self.rank = rank
         self.size = size
-        options = gloo_options(rendezvous, timeout)
-        store = group_store(rendezvous, name, rank, size, timeout)
-        self._group: Any = ProcessGroupGloo(store, rank, size, options)
+        self._group: Any = ProcessGroupGloo(rendezvous.store(name), rank, size, rendezvous.gloo_options())
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """In float32 whatever the dtype: 16-bit sums would be rounded at every rank."""
@@ -63,23 +58,24 @@ class NcclCommunicator(TensorParallel):
         self,
         rank: int,
         size: int,
-        rendezvous: str,
+        rendezvous: Rendezvous,
         device: torch.device,
-        timeout: timedelta = TIMEOUT,
         name: str = "ranks",
+        one_host: bool = True,
     ) -> None:
-        """As `GlooCommunicator`. `device`: this rank's GPU; those of all ranks follow each other in their order."""
+        """As `GlooCommunicator`. device: this rank's GPU. one_host: whether all ranks of the group share a host; then
+        their GPUs follow each other in their order."""
         from torch.distributed import ProcessGroupNCCL  # a CPU build has none
 
         self.rank = rank
         self.size = size
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        store = group_store(rendezvous, name, rank, size, timeout)
+        options._timeout = rendezvous.timeout
+        store = rendezvous.store(name)
         self._group: Any = ProcessGroupNCCL(store, rank, size, options)
         self._peers: PeerCollectives | None = None
         self.all_reduce(torch.zeros(1, device=device))  # connects now instead of in the first request
-        if local_address(rendezvous) is None:  # no GPU maps the memory of one on another host
+        if one_host:  # no GPU maps the memory of one on another host
             self._peers = PeerCollectives.connect(rank, size, store, device)
         torch.cuda.synchronize(device)
 

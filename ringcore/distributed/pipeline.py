@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroupGloo
 
 from ringcore.distributed.parallel import Stage
-from ringcore.distributed.rendezvous import TIMEOUT, gloo_options, group_store
+from ringcore.distributed.rendezvous import Rendezvous
 
 __all__ = ["Arrival", "GlooLink", "GroupLink", "NcclLink", "StageLink"]
 
@@ -100,13 +99,12 @@ class GroupLink(StageLink):
 
 
 class GlooLink(GroupLink):
-    """Over the loopback interface."""
+    """Over the loopback interface, or between hosts."""
 
-    def __init__(self, stage: Stage, rendezvous: str, name: str, timeout: timedelta = TIMEOUT) -> None:
-        """Returns when all stages are connected, or raises RuntimeError. name: of the group, among those that meet in
-        the file `rendezvous`."""
-        store = group_store(rendezvous, name, stage.index, stage.size, timeout)
-        group = ProcessGroupGloo(store, stage.index, stage.size, gloo_options(rendezvous, timeout))
+    def __init__(self, stage: Stage, rendezvous: Rendezvous, name: str) -> None:
+        """Returns when all stages are connected, or raises RuntimeError. name: of the group, among those of the
+        rendezvous."""
+        group = ProcessGroupGloo(rendezvous.store(name), stage.index, stage.size, rendezvous.gloo_options())
         super().__init__(stage, group, group)
 
 
@@ -115,17 +113,14 @@ class NcclLink(GroupLink):
     a receive before what is launched after its `wait`. Two groups: in one, two stages would have one stream for both
     directions, and what each sends would wait for what the other does."""
 
-    def __init__(
-        self, stage: Stage, rendezvous: str, name: str, device: torch.device, timeout: timedelta = TIMEOUT
-    ) -> None:
+    def __init__(self, stage: Stage, rendezvous: Rendezvous, name: str, device: torch.device) -> None:
         """As `GlooLink`."""
         from torch.distributed import ProcessGroupNCCL  # a CPU build has none
 
         def group(kind: str) -> Any:
             options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            store = group_store(rendezvous, f"{name} {kind}", stage.index, stage.size, timeout)
-            return ProcessGroupNCCL(store, stage.index, stage.size, options)
+            options._timeout = rendezvous.timeout
+            return ProcessGroupNCCL(rendezvous.store(f"{name} {kind}"), stage.index, stage.size, options)
 
         super().__init__(stage, group("rows"), group("tokens"))
         self._connect(device)

@@ -1,5 +1,4 @@
-"""Where the ranks of a group find each other: a private file of one host, in which several groups may meet, or an
-address of rank 0's host."""
+"""Where the ranks of an engine find each other: a private file of one host, or an address of rank 0's host."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["TIMEOUT", "gloo_options", "group_store", "local_address"]
+__all__ = ["TIMEOUT", "Rendezvous"]
 
 _TCP = "tcp://"
 
@@ -19,41 +18,46 @@ _TCP = "tcp://"
 TIMEOUT = timedelta(seconds=300)
 
 
-def group_store(rendezvous: str, name: str, rank: int, size: int, timeout: timedelta) -> PrefixStore:
-    """The keys of the group `name`. rendezvous: a file's path, or "tcp://HOST:PORT", where rank 0 of the only group
-    listens, at that address alone. A process that can write to the file or reach the address can join: both must be
-    private. The file stays.
+class Rendezvous:
+    """One rank's connection to the place where all ranks of an engine find each other, in groups with a name each.
 
-    Raises RuntimeError where rank 0 cannot be reached, OSError where it cannot listen.
+    address: of this host, that the other hosts reach; None where every rank is on one host.
     """
-    if rendezvous.startswith(_TCP):
-        host, port = _host_and_port(rendezvous)
-        # A name, and not a descriptor, would have it listen on every interface.
-        listen_fd = _listen(host, port) if rank == 0 else None
-        store: Store = TCPStore(
-            host, port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listen_fd
-        )
-    else:
-        store = FileStore(rendezvous)
-    store.set_timeout(timeout)
-    return PrefixStore(name, store)
+
+    def __init__(self, place: str, rank: int, size: int, timeout: timedelta = TIMEOUT) -> None:
+        """place: a file's path, or "tcp://HOST:PORT", where rank 0 of `size` listens, at that address alone. A process
+        that can write to the file or reach the address can join: both must be private. The file stays.
+
+        Raises RuntimeError where rank 0 cannot be reached, OSError where it cannot listen.
+        """
+        self.timeout = timeout
+        self.address: str | None = None
+        if not place.startswith(_TCP):
+            self._store: Store = FileStore(place)
+        else:
+            host, port = _host_and_port(place)
+            self.address = _address_towards(host, port)
+            # A name, and not a descriptor, would have it listen on every interface.
+            listen_fd = _listen(host, port) if rank == 0 else None
+            self._store = TCPStore(
+                host, port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listen_fd
+            )
+        self._store.set_timeout(timeout)
+
+    def store(self, group: str) -> PrefixStore:
+        """The keys of the group of this name. They can be read as long as rank 0 has one of its groups."""
+        return PrefixStore(group, self._store)
+
+    def gloo_options(self) -> Any:
+        """Of a group over the loopback interface, or between hosts."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        where = {"interface": "lo"} if self.address is None else {"hostname": self.address}
+        options._devices = [ProcessGroupGloo.create_device(**where)]
+        options._timeout = self.timeout
+        return options
 
 
-def gloo_options(rendezvous: str, timeout: timedelta) -> Any:
-    """Of a group over the loopback interface, or between hosts."""
-    address = local_address(rendezvous)
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    where = {"interface": "lo"} if address is None else {"hostname": address}
-    options._devices = [ProcessGroupGloo.create_device(**where)]
-    options._timeout = timeout
-    return options
-
-
-def local_address(rendezvous: str) -> str | None:
-    """The address of this host that the others reach; None if there are none."""
-    if not rendezvous.startswith(_TCP):
-        return None
-    host, port = _host_and_port(rendezvous)
+def _address_towards(host: str, port: int) -> str:
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing: it only finds the way
         return str(probe.getsockname()[0])

@@ -31,6 +31,9 @@ def test_the_host_of_each_rank(folder, keys):
     layout = make(folder, join_keys=keys).parallel.layout
     assert (layout.hosts, layout.output_rank) == (("localhost", "b"), 0)
     assert [layout.local_rank(rank) for rank in (0, 1)] == [0, 0]
+    staged = make(folder, join_keys=keys, pipeline_parallel_size=2, hosts=["localhost", "localhost", "b", "b"])
+    layout = staged.parallel.layout
+    assert (layout.output_rank, [layout.local_rank(rank) for rank in range(4)]) == (2, [0, 1, 0, 1])
     one = EngineConfig.from_options(model=folder, load_format="dummy", hosts=["localhost"])
     assert one.parallel.layout.hosts == ("localhost",)
 
@@ -40,6 +43,7 @@ def test_the_host_of_each_rank(folder, keys):
     [
         ({"hosts": ["localhost"]}, r"^join_endpoint=.*give hosts with them too"),
         ({"hosts": ["b"]}, r"^hosts=.*give 2 names"),
+        ({"pipeline_parallel_size": 2}, r"^hosts=.*give 4 names"),
         ({"hosts": "b"}, r"^hosts='b': give a list of names"),
         ({"hosts": ["b", ""]}, r"^hosts=.*give a list of names"),
         ({"join_endpoint": None}, r"^hosts=.*give join_endpoint too"),

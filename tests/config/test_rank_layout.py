@@ -31,6 +31,11 @@ def test_stages_are_successive_ranks_and_the_last_one_returns_the_output():
     assert [layout.tensor_rank_of(rank) for rank in range(6)] == [0, 1, 0, 1, 0, 1]
 
 
+def test_a_stage_may_share_a_host():
+    layout = RankLayout.on_hosts(("a", "a", "b", "c"), num_stages=2)
+    assert (layout.output_rank, layout.is_stage_on_one_host(0), layout.is_stage_on_one_host(1)) == (2, True, False)
+
+
 def test_the_output_rank_is_of_the_last_stage():
     assert RankLayout(hosts=("a",) * 4, output_rank=3, num_stages=2).output_rank == 3
     with pytest.raises(AssertionError):

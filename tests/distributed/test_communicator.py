@@ -14,6 +14,7 @@ import torch
 
 from ringcore.distributed.communicator import GlooCommunicator
 from ringcore.distributed.parallel import SingleRank
+from ringcore.distributed.rendezvous import Rendezvous
 
 
 def on_two_ranks(folder: Path, work: Callable[[GlooCommunicator], Any]) -> list[Any]:
@@ -22,7 +23,7 @@ def on_two_ranks(folder: Path, work: Callable[[GlooCommunicator], Any]) -> list[
 
     def serve(rank: int) -> None:
         try:
-            group = GlooCommunicator(rank, 2, str(folder / "rendezvous"), timedelta(seconds=20))
+            group = GlooCommunicator(rank, 2, Rendezvous(str(folder / "rendezvous"), rank, 2, timedelta(seconds=20)))
             met.wait(20)
             shutil.rmtree(folder, ignore_errors=True)  # the file is for meeting only
             results[rank] = work(group)
@@ -89,7 +90,7 @@ def test_all_gather_of_any_shape(tmp_path: Path, shape: tuple[int, ...], has_pla
 
 def test_an_absent_rank_ends_the_wait(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        GlooCommunicator(0, 2, str(tmp_path / "rendezvous"), timedelta(milliseconds=300))
+        GlooCommunicator(0, 2, Rendezvous(str(tmp_path / "rendezvous"), 0, 2, timedelta(milliseconds=300)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

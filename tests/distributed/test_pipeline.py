@@ -13,6 +13,7 @@ import torch
 
 from ringcore.distributed.parallel import Stage
 from ringcore.distributed.pipeline import GlooLink
+from ringcore.distributed.rendezvous import Rendezvous
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -25,10 +26,11 @@ def on_all_stages(
     found: list[object] = [None] * num_stages
     connected, closing = threading.Barrier(num_stages), threading.Barrier(num_stages)
     errors: list[BaseException] = []
+    place = str(folder / "rendezvous")
 
     def run(index: int) -> None:
         try:
-            link = GlooLink(Stage(index, num_stages), str(folder / "rendezvous"), "column", TIMEOUT)
+            link = GlooLink(Stage(index, num_stages), Rendezvous(place, index, num_stages, TIMEOUT), "column")
             connected.wait(20)
             found[index] = work(link)
             if not ends_alone:
@@ -122,4 +124,4 @@ def test_a_stage_that_is_gone_is_an_error(tmp_path):
 
 def test_a_missing_stage_is_an_error(tmp_path):
     with pytest.raises(RuntimeError):
-        GlooLink(Stage(0, 2), str(tmp_path / "rendezvous"), "column", timedelta(milliseconds=300))
+        GlooLink(Stage(0, 2), Rendezvous(str(tmp_path / "rendezvous"), 0, 2, timedelta(milliseconds=300)), "column")

@@ -20,12 +20,12 @@ def join(tmp_path):
     """join(hosts): the options of an engine with these hosts, and their agents."""
     agents = []
 
-    def start(hosts):
+    def start(hosts, **sizes):
         endpoint, keys = f"tcp://127.0.0.1:{free_port('127.0.0.1')}", tmp_path / "keys"
         create_keys(keys)
         agents.extend(Agent(name, endpoint, keys, []) for name in dict.fromkeys(hosts) if name != "localhost")
-        options = {"hosts": hosts, "join_endpoint": endpoint, "join_keys": keys, "tensor_parallel_size": len(hosts)}
-        return options | {"dtype": "float32"}, agents
+        options = {"hosts": hosts, "join_endpoint": endpoint, "join_keys": keys}
+        return options | (sizes or {"tensor_parallel_size": len(hosts)}) | {"dtype": "float32"}, agents
 
     yield start
     for agent in agents:
@@ -50,6 +50,27 @@ def test_one_rank_near_and_one_far(tiny_qwen2, join, expected, is_long):
             assert tokens(generate(core, PROMPTS, GREEDY)) == expected
             assert (core.num_restarts, core.health().state) == (1, "ready")
             assert "the host 'b'" in core.health().restart_cause
+
+
+def test_one_stage_near_and_one_far(tiny_qwen2, join, expected):
+    options, _ = join(["localhost", "b"], pipeline_parallel_size=2)
+    with make_core(tiny_qwen2, **OPTIONS, **options) as core:
+        assert core.config.parallel.layout.output_rank == 1
+        assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("hosts", [["localhost", "localhost", "b", "b"], ["b", "c", "localhost", "c"]])
+def test_two_stages_of_two_ranks(tiny_qwen2, join, expected, is_long, hosts):
+    """A stage on each host, and one host that has ranks of both; the host that computes tokens is lost."""
+    if not is_long:
+        pytest.skip("six processes that import torch: part of the long form")
+    options, agents = join(hosts, pipeline_parallel_size=2, tensor_parallel_size=2)
+    options |= {"num_blocks_override": 20, "block_size": 4, "max_model_len": 64}
+    with make_core(tiny_qwen2, **OPTIONS, **options) as core:
+        assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+        lose_in_fifth_step(core, agents)
+        assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+        assert core.num_restarts == 1
 
 
 def lose_in_fifth_step(core, agents) -> None:

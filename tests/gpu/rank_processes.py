@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
+from ringcore.distributed.rendezvous import Rendezvous
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LENGTHS = (7, 8, 1000, 1024, 4096, 36864, 65536, 131072, 262144, 262152)  # numbers in a message
@@ -63,7 +64,7 @@ def _run(sender: Connection, work: Callable[..., Any], rank: int, size: int, ren
     try:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        tp = NcclCommunicator(rank, size, rendezvous, device)
+        tp = NcclCommunicator(rank, size, Rendezvous(rendezvous, rank, size), device)
         result = work(tp, device, *args)
         torch.cuda.synchronize()
         sender.send((True, result))

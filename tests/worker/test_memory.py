@@ -10,6 +10,7 @@ from step_driver import make_config
 
 from ringcore.distributed.parallel import SingleRank, Stage, TensorParallel
 from ringcore.distributed.pipeline import StageLink
+from ringcore.distributed.rendezvous import Rendezvous
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -36,10 +37,10 @@ class FakePlatform(Platform):
     def open(cls, rank: int, device_memory: str, enable_sleep_mode: bool) -> FakePlatform:
         return cls()
 
-    def connect(self, rank: int, size: int, rendezvous: str, name: str) -> TensorParallel:
+    def connect(self, rank: int, size: int, rendezvous: Rendezvous, name: str, one_host: bool) -> TensorParallel:
         return SingleRank()
 
-    def link(self, stage: Stage, rendezvous: str, name: str) -> StageLink:
+    def link(self, stage: Stage, rendezvous: Rendezvous, name: str) -> StageLink:
         raise AssertionError
 
     def shared_memory_bytes(self, num_ranks: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from ringcore.distributed.communicator import GlooCommunicator
 from ringcore.distributed.parallel import Stage, TensorParallel
 from ringcore.distributed.pipeline import GlooLink, StageLink
+from ringcore.distributed.rendezvous import Rendezvous
 from ringcore.errors import CapacityError, ConfigError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.host.resources import Host
@@ -58,10 +59,10 @@ class CpuPlatform(Platform):
             )
         return cls(enable_sleep_mode=enable_sleep_mode)
 
-    def connect(self, rank: int, size: int, rendezvous: str, name: str) -> TensorParallel:
-        return GlooCommunicator(rank, size, rendezvous, name=name)
+    def connect(self, rank: int, size: int, rendezvous: Rendezvous, name: str, one_host: bool) -> TensorParallel:
+        return GlooCommunicator(rank, size, rendezvous, name)
 
-    def link(self, stage: Stage, rendezvous: str, name: str) -> StageLink:
+    def link(self, stage: Stage, rendezvous: Rendezvous, name: str) -> StageLink:
         return GlooLink(stage, rendezvous, name)
 
     def shared_memory_bytes(self, num_ranks: int) -> int:

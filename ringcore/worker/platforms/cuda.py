@@ -14,6 +14,7 @@ import torch
 from ringcore.distributed.communicator import NcclCommunicator
 from ringcore.distributed.parallel import Stage, TensorParallel
 from ringcore.distributed.pipeline import NcclLink, StageLink
+from ringcore.distributed.rendezvous import Rendezvous
 from ringcore.errors import ConfigError
 from ringcore.worker.memory.arena import Arena
 from ringcore.worker.memory.block_pages import BlockPages
@@ -92,10 +93,10 @@ class CudaPlatform(Platform):
     def open(cls, rank: int, device_memory: str, enable_sleep_mode: bool) -> CudaPlatform:
         return cls(rank, device_memory=device_memory, enable_sleep_mode=enable_sleep_mode)
 
-    def connect(self, rank: int, size: int, rendezvous: str, name: str) -> TensorParallel:
-        return NcclCommunicator(rank, size, rendezvous, self.device, name=name)
+    def connect(self, rank: int, size: int, rendezvous: Rendezvous, name: str, one_host: bool) -> TensorParallel:
+        return NcclCommunicator(rank, size, rendezvous, self.device, name, one_host)
 
-    def link(self, stage: Stage, rendezvous: str, name: str) -> StageLink:
+    def link(self, stage: Stage, rendezvous: Rendezvous, name: str) -> StageLink:
         return NcclLink(stage, rendezvous, name, self.device)
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:

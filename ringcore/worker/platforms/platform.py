@@ -11,6 +11,7 @@ import torch
 
 from ringcore.distributed.parallel import Stage, TensorParallel
 from ringcore.distributed.pipeline import StageLink
+from ringcore.distributed.rendezvous import Rendezvous
 from ringcore.worker.memory.arena import Arena
 from ringcore.worker.memory.block_link import BlockLink, LocalBlockLink
 from ringcore.worker.memory.block_pages import BlockPages
@@ -55,12 +56,12 @@ class Platform(ABC):
         Raises `ConfigError` where the device cannot do what they ask, or there is none for the rank."""
 
     @abstractmethod
-    def connect(self, rank: int, size: int, rendezvous: str, name: str) -> TensorParallel:
-        """Joins the process group of a stage's ranks, of this name, at `rendezvous`, a file or an address. Raises
+    def connect(self, rank: int, size: int, rendezvous: Rendezvous, name: str, one_host: bool) -> TensorParallel:
+        """Joins the process group of a stage's ranks, of this name. one_host: whether all of them share a host. Raises
         RuntimeError where a rank is missing."""
 
     @abstractmethod
-    def link(self, stage: Stage, rendezvous: str, name: str) -> StageLink:
+    def link(self, stage: Stage, rendezvous: Rendezvous, name: str) -> StageLink:
         """Joins the group of the ranks of one number in all stages of a pipeline, as `connect`."""
 
     @abstractmethod
