@@ -90,14 +90,23 @@ def lose_in_fifth_step(core, agents) -> None:
 
 @pytest.mark.real_model
 @pytest.mark.timeout(300)
-def test_a_real_model_on_three_hosts(smollm2, join, is_long):
-    """Its nine heads are three to a rank."""
+@pytest.mark.parametrize(
+    ("hosts", "sizes"),
+    [
+        (["b", "localhost", "c"], {"tensor_parallel_size": 3}),
+        (["b", "localhost"], {"pipeline_parallel_size": 2}),
+        (["b", "b", "b", "localhost", "c", "c"], {"pipeline_parallel_size": 2, "tensor_parallel_size": 3}),
+    ],
+)
+def test_a_real_model_on_several_hosts(smollm2, join, is_long, hosts, sizes):
+    """Its nine heads are three to a rank. So few blocks that requests are preempted, and prompts in several chunks."""
     if not is_long:
-        pytest.skip("three processes with a model each: part of the long form")
-    entries = [entry for entry in load("smollm2-135m-lengths") if len(entry.prompt_token_ids) <= 300][::8]
+        pytest.skip("up to six processes with a model each: part of the long form")
+    entries = [entry for entry in load("smollm2-135m-lengths") if len(entry.prompt_token_ids) <= 300][::3]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    options, _ = join(["b", "localhost", "c"])
-    options |= {"max_num_batched_tokens": 64, "num_blocks_override": 40, "block_size": 16, "max_model_len": 512}
+    options, _ = join(hosts, **sizes)
+    options |= {"max_num_batched_tokens": 64, "num_blocks_override": 28, "block_size": 16, "max_model_len": 384}
     with make_core(smollm2, **options) as core:
         outputs = generate(core, [entry.prompt_token_ids for entry in entries], params)
         assert differences(entries, tokens(outputs)) == []
+        assert core.stats().num_preemptions > 0
