@@ -18,10 +18,10 @@ from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.config.option_checks import bad_value, check_together, check_values
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from ringcore.errors import unknown_option
 from ringcore.families import FAMILIES
 from ringcore.host.file_names import as_file_name
 from ringcore.params.logits_processor import load_logits_processor, logits_processor_name
+from ringcore.params.vllm_names import ENGINE_OPTIONS, known_options
 
 __all__ = ["EngineConfig"]
 
@@ -57,9 +57,7 @@ class EngineConfig:
         `ModelLoadError` where the model's files are missing, broken or of an unknown architecture.
         """
         known = cls.options()
-        for name in options:
-            if name not in known:
-                raise unknown_option(name, known, "engine option")
+        options = known_options(options, known, ENGINE_OPTIONS, "engine option")
         options = {name: _default(f) for name, f in known.items()} | options
         options["logits_processors"] = _processor_names(options["logits_processors"])
         options["executor"] = _executor_name(options["executor"])

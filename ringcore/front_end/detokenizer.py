@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ringcore.params.sampling_params import SamplingParams
 
-__all__ = ["Detokenizer", "StopStringMatcher", "TokenStream"]
+__all__ = ["Detokenizer", "NoText", "StopStringMatcher", "TokenStream"]
 
 
 class TokenStream(Protocol):
@@ -16,6 +16,16 @@ class TokenStream(Protocol):
     def append(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
+
+
+class NoText:
+    """A `TokenStream` for completions that are not detokenized."""
+
+    def append(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class StopStringMatcher:

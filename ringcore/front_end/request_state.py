@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
-from ringcore.front_end.detokenizer import Detokenizer, TokenStream
+from ringcore.front_end.detokenizer import Detokenizer, NoText, TokenStream
 from ringcore.front_end.input_processor import PreparedRequest
 from ringcore.front_end.prompt_logprobs import PromptPositions, prompt_positions
 from ringcore.metrics import EndedRequest
@@ -189,7 +189,9 @@ class Completion:
         self.num_preemptions = 0
         self._index = index
         self._token_text = tokenizer.token_text
-        self._detokenizer = Detokenizer(tokenizer.stream(params.skip_special_tokens, sent.prompt_token_ids), params)
+        prompt, skip_special = sent.prompt_token_ids, params.skip_special_tokens
+        text = tokenizer.stream(skip_special, prompt) if params.detokenize else NoText()
+        self._detokenizer = Detokenizer(text, params)
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0

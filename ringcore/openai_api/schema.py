@@ -92,8 +92,6 @@ class SamplingRequest(BaseModel):
         for name in ("logit_bias", "bad_words", "extra_args"):
             if not given.get(name):  # empty means not given
                 given.pop(name, None)
-        if given.get("top_k") == -1:  # vLLM's value for all tokens
-            given["top_k"] = 0
         return SamplingParams(**{**given, "n": self.num_completions, **others})
 
     def text_form(self) -> TextForm | None:

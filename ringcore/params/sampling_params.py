@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, Literal, get_args
 
-from ringcore.errors import unknown_option
 from ringcore.params.field_checks import (
     MAX_COUNT,
     bad_field,
@@ -17,6 +16,7 @@ from ringcore.params.field_checks import (
     check_text,
 )
 from ringcore.params.structured_outputs import StructuredOutputsParams
+from ringcore.params.vllm_names import SAMPLING_PARAMETERS, known_options
 
 __all__ = ["OutputKind", "SamplingParams"]
 
@@ -27,7 +27,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_N = 64
 MAX_PENALTY = 2.0
-MIN_REPETITION_PENALTY = 1e-5
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-5, 1e5
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_ALLOWED_TOKEN_IDS = 2**20
@@ -37,7 +37,7 @@ MAX_EXTRA_ARGS_SIZE = 65_536
 MAX_EXTRA_ARGS_DEPTH = 16
 MIN_TEMPERATURE = 1e-5
 MAX_NUMBER = 1e9
-MAX_SEED = 2**63 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +52,19 @@ class SamplingParams:
     ignores these filters.
 
     temperature: 0, or 1e-5 and above.
-    top_k: the number of most likely tokens kept; 0 keeps all.
+    top_k: the number of most likely tokens kept; 0 keeps all, and so does -1, which becomes 0.
     top_p: the smallest set of most likely tokens whose probability reaches this, in (0, 1].
     min_p: tokens at least this times as likely as the best one are kept, in [0, 1].
     presence_penalty: subtracted from the logits of tokens that were generated, from -2 to 2.
     frequency_penalty: the same once per occurrence, from -2 to 2.
-    repetition_penalty: divides positive logits and multiplies others of tokens in prompt or completion; up to 2.
+    repetition_penalty: divides positive logits and multiplies others of tokens in prompt or completion; up to 100,000.
     logit_bias: by token id, what is added to its logit, from -100 to 100; at most 1,024 tokens.
     allowed_token_ids: only these are sampled.
     bad_words: strings that are not generated, with or without a leading space; at most 64 of 1 to 256 characters.
     structured_outputs: the grammar of the completion; needs min_tokens=0 and ignore_eos=False.
     extra_args: for custom logits processors: plain data, at most 65,536 characters and values in all.
-    seed: a seeded request samples the same tokens alone, in any batch and after a preemption.
+    seed: a seeded request samples the same tokens alone, in any batch and after a preemption. Of 64 bits, signed; a
+        negative one becomes seed + 2**63, and -1 is none.
     max_tokens: the most tokens to generate; None means up to the engine's max_model_len.
     min_tokens: no stop token or stop string ends the completion before this many tokens.
     stop: strings that end the completion; cut from the text unless `include_stop_str_in_output`.
@@ -72,6 +73,7 @@ class SamplingParams:
     logprobs: the number of most likely tokens to report with each sampled one, -1 for the vocabulary; None for none.
     prompt_logprobs: the same for each prompt token except the first; nothing is read from the prefix cache.
     skip_special_tokens: leave special tokens out of the text.
+    detokenize: False makes no text, and takes no stop strings.
     n: completions of each prompt; with a seed, completion i has seed + i. Front ends make n, `EngineCore` one.
     output_kind: of a stream: "cumulative" all so far, "delta" what is new, "final" one output at the end.
 
@@ -100,6 +102,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
     n: int = 1
     output_kind: OutputKind = "cumulative"
 
@@ -119,15 +122,21 @@ class SamplingParams:
         if self.top_p == 0:
             raise bad_field("top_p", self.top_p, "give a number above 0 and at most 1 (1 keeps every token)")
         check_number("min_p", self.min_p, 0, 1, "0 keeps every token")
-        check_int("top_k", self.top_k, 0, MAX_COUNT, "0 keeps every token")
+        check_int("top_k", self.top_k, -1, MAX_COUNT, "0 keeps every token")
         if self.seed is not None:
-            check_int("seed", self.seed, 0, MAX_SEED, "None draws one")
+            check_int("seed", self.seed, MIN_SEED, MAX_SEED, "None draws one")
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)  # frozen for others
+        if self.seed is not None and self.seed < 0:
+            object.__setattr__(self, "seed", None if self.seed == -1 else self.seed - MIN_SEED)
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             check_number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY, "0 is none")
         remedy = "1 is none"
-        check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_PENALTY, remedy)
+        check_number(
+            "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, remedy
+        )
         if self.extra_args is not None:
             size, depth = MAX_EXTRA_ARGS_SIZE, MAX_EXTRA_ARGS_DEPTH
             check_plain_data("extra_args", self.extra_args, max_size=size, max_depth=depth, finite=False)
@@ -175,9 +184,11 @@ class SamplingParams:
             check_int("stop_token_ids", token_id, 0, MAX_COUNT, "a token id of the model's vocabulary")
 
     def _check_outputs(self) -> None:
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise bad_field(name, getattr(self, name), "give True or False")
+        if self.stop_strings and not self.detokenize:
+            raise bad_field("detokenize", False, "give True: stop strings are found in the text; or give stop_token_ids instead")
         check_int("n", self.n, 1, MAX_N, "each is a completion of its own")
         if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
             raise bad_field("seed", self.seed, f"give at most {MAX_SEED - self.n + 1}; completion i of n has seed + i")
@@ -196,6 +207,10 @@ class SamplingParams:
         if self.ignore_eos:
             raise bad_field("ignore_eos", True, "give False with structured_outputs, which say when it has to end")
 
+    def clone(self) -> SamplingParams:
+        """A copy. It may be shared as well: nothing of it changes."""
+        return replace(self)
+
     @property
     def stop_strings(self) -> list[str]:
         if self.stop is None:
@@ -204,16 +219,13 @@ class SamplingParams:
 
 
 def _reject_unknown_options() -> None:
-    """Replaces Python's TypeError for an unknown keyword by an error that names the nearest valid one."""
+    """Replaces Python's TypeError for an unknown keyword by an error that says what to write instead."""
     names = {f.name for f in fields(SamplingParams)}
     generated = SamplingParams.__init__
 
     @wraps(generated)
     def init(self: SamplingParams, **options: Any) -> None:
-        for name in options:
-            if name not in names:
-                raise unknown_option(name, names, "sampling parameter")
-        generated(self, **options)
+        generated(self, **known_options(options, names, SAMPLING_PARAMETERS, "sampling parameter"))
 
     SamplingParams.__init__ = init  # type: ignore[method-assign]
 

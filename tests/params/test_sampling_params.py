@@ -58,10 +58,10 @@ BAD = [
     ("top_p", {"top_p": 1.0001}),
     ("min_p", {"min_p": -0.1}),
     ("min_p", {"min_p": 1.1}),
-    ("top_k", {"top_k": -1}),
+    ("top_k", {"top_k": -2}),
     ("top_k", {"top_k": 2.5}),
     ("top_k", {"top_k": 2**31}),
-    ("seed", {"seed": -1}),
+    ("seed", {"seed": -(2**63) - 1}),
     ("seed", {"seed": 2**63}),
     ("max_tokens", {"max_tokens": 0}),
     ("max_tokens", {"max_tokens": True}),
@@ -87,7 +87,7 @@ BAD = [
     ("frequency_penalty", {"frequency_penalty": float("nan")}),
     ("repetition_penalty", {"repetition_penalty": 0}),
     ("repetition_penalty", {"repetition_penalty": 1e-30}),
-    ("repetition_penalty", {"repetition_penalty": 2.5}),
+    ("repetition_penalty", {"repetition_penalty": 1e6}),
     ("repetition_penalty", {"repetition_penalty": None}),
     ("logit_bias", {"logit_bias": [1]}),
     ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 0)}),
@@ -119,6 +119,8 @@ BAD = [
     ("min_tokens", {"structured_outputs": StructuredOutputsParams(regex="a"), "min_tokens": 1}),
     ("ignore_eos", {"structured_outputs": StructuredOutputsParams(regex="a"), "ignore_eos": True}),
     ("ignore_eos", {"ignore_eos": 1}),
+    ("detokenize", {"detokenize": 0}),
+    ("detokenize", {"detokenize": False, "stop": "."}),
     ("n", {"n": 0}),
     ("n", {"n": 65}),
     ("n", {"n": True}),
@@ -210,3 +212,12 @@ def test_what_has_no_text_is_named_all_the_same(value):
             with pytest.raises(InvalidRequestError) as caught:
                 SamplingParams(**{name: junk})
             assert caught.value.details["field"] == name
+
+
+def test_values_of_vllm():
+    params = SamplingParams(top_k=-1, seed=-1, repetition_penalty=3.0, detokenize=False)
+    assert (params.top_k, params.seed) == (0, None)
+    assert SamplingParams(seed=-(2**63)).seed == 0
+    assert SamplingParams(seed=-2, n=2).seed == 2**63 - 2
+    assert params.clone() == params
+    assert params.clone() is not params
