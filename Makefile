@@ -55,6 +55,7 @@ lint-imports: $(INSTALLED)
 lint-documents: $(INSTALLED)
 	$(BIN)/python -m benchmarks report --check
 	$(BIN)/python -m benchmarks.models_page --check
+	$(BIN)/python scripts/from_vllm.py --check
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 # The processes of the tests start together: each would compile all that they import. What fails here fails there too.

@@ -1,0 +1,65 @@
+"""The tables of docs/guide/from_vllm.md: vLLM's names, from the tables by which the engine reads them.
+
+python scripts/from_vllm.py           writes them
+python scripts/from_vllm.py --check   fails if they are not what the engine says
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from ringcore import EngineConfig, SamplingParams
+from ringcore.params.vllm_names import ENGINE_OPTIONS, SAMPLING_PARAMETERS, VllmName
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "guide" / "from_vllm.md"
+NAMES = ROOT / "tests" / "data" / "vllm_names.json"
+OPEN, CLOSE = "<!-- names -->\n", "<!-- /names -->"
+
+
+def tables() -> str:
+    theirs = json.loads(NAMES.read_text())
+    engine, sampling = set(EngineConfig.options()), {one.name for one in fields(SamplingParams)}
+    return "\n".join(
+        [
+            "## Engine options",
+            "",
+            *_table(theirs["EngineArgs"], engine, ENGINE_OPTIONS),
+            "",
+            "## Sampling parameters",
+            "",
+            *_table(theirs["SamplingParams"], sampling, SAMPLING_PARAMETERS),
+            "",
+        ]
+    )
+
+
+def _table(theirs: Iterable[str], ours: set[str], names: Mapping[str, VllmName]) -> Iterable[str]:
+    same = [f"`{name}`" for name in theirs if name in ours]
+    yield f"The same here: {', '.join(same)}."
+    yield ""
+    yield "| vLLM's | here | accepted |"
+    yield "| --- | --- | --- |"
+    for one in dict.fromkeys(names.values()):
+        of_it = ", ".join(f"`{name}`" for name, other in names.items() if other is one)
+        yield f"| {of_it} | {one.here} | {', '.join(f'`{value!r}`' for value in (None, *one.neutral))} |"
+
+
+def main() -> int:
+    before, rest = PAGE.read_text().split(OPEN)
+    page = before + OPEN + tables() + CLOSE + rest.split(CLOSE)[1]
+    if "--check" in sys.argv:
+        if page != PAGE.read_text():
+            print(f"{PAGE.relative_to(ROOT)}: its tables are old; run python scripts/from_vllm.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
