@@ -61,7 +61,8 @@ def start_up(
         answers = executor.collective_rpc("initialize_from_config", (plan,))
         reports = [report or {} for report in msgspec.convert(answers, list[dict[str, Any] | None])]
     add_parts(phases, "initialize_from_config", reports)
-    opened = open_store(config, executor, plan)
+    ranks = [plan.of_layers(of_rank.keys()) for of_rank in specs]
+    opened = open_store(config, executor, ranks)
     kv_cache = KVCacheManager(
         plan,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -71,8 +72,8 @@ def start_up(
     )
     num_graphs_left = max(int(report.get("graphs_left", 0)) for report in reports)
     model = msgspec.convert(reports[0].get("model"), ModelReport | None)
-    for table, of_rank in zip(tables, specs, strict=True):
-        table["kv_cache"] = plan.of_layers(of_rank.keys()).total_bytes
+    for table, own in zip(tables, ranks, strict=True):
+        table["kv_cache"] = own.total_bytes
     return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left, model), kv_cache
 
 

@@ -111,17 +111,26 @@ def _merged(specs: Sequence[dict[str, KVCacheSpec]], num_stages: int) -> list[di
     ids."""
     ranks_per_stage = len(specs) // num_stages
     stages = specs[::ranks_per_stage]
-    if not all(stages):
+    if not any(stages):
         raise ConfigError("model: it has no attention layer, so no KV cache can be planned", option="model", value=None)
+    if not all(stages):
+        empty = next(index for index, stage in enumerate(stages) if not stage)
+        raise ConfigError(
+            f"KV cache: stage {empty} of {num_stages} has no attention layer, and every stage must hold KV; lower "
+            "pipeline_parallel_size",
+            option="pipeline_parallel_size",
+            value=num_stages,
+        )
     for rank, table in enumerate(specs):
         first = stages[rank // ranks_per_stage]
         if table.keys() != first.keys():
             odd = sorted(table.keys() ^ first.keys())
             raise ConfigError(
                 f"KV cache: rank {rank - rank % ranks_per_stage} has {len(first)} attention layers and rank {rank} has "
-                f"{len(table)}; they differ in {', '.join(odd[:4])}; every rank must hold a part of every layer",
+                f"{len(table)}; they differ in {', '.join(odd[:4])}; each of the {ranks_per_stage} ranks of a stage "
+                "must hold a part of every layer",
                 option="tensor_parallel_size",
-                value=len(specs),
+                value=ranks_per_stage,
             )
         for name, spec in table.items():
             if spec != first[name]:
@@ -129,7 +138,7 @@ def _merged(specs: Sequence[dict[str, KVCacheSpec]], num_stages: int) -> list[di
                     f"KV cache: layer {name} is {_describe(first[name])} on rank {rank - rank % ranks_per_stage} and "
                     f"{_describe(spec)} on rank {rank}; give a tensor_parallel_size that splits its KV heads evenly",
                     option="tensor_parallel_size",
-                    value=len(specs),
+                    value=ranks_per_stage,
                 )
     return list(stages)
 

@@ -119,6 +119,20 @@ def test_ranks_of_a_stage_have_the_same_layers():
         plan_ranks([model(F, F)] * 2 + [{"layers.2": F}, {"layers.2": F, "layers.3": F}], [10**9] * 4, num_stages=2)
 
 
+def test_errors_name_what_was_decisive():
+    """Of four ranks in two stages: two that share a layer, and two stages."""
+    odd = [model(F, F)] * 2 + [{"layers.2": F}, {"layers.2": full(num_kv_heads=2)}]
+    with pytest.raises(ConfigError, match=r"on rank 2 and .* on rank 3") as raised:
+        plan_ranks(odd, [10**9] * 4, num_stages=2)
+    assert (raised.value.details["option"], raised.value.details["value"]) == ("tensor_parallel_size", 2)
+    with pytest.raises(ConfigError, match="each of the 2 ranks of a stage") as raised:
+        plan_ranks([*odd[:3], {"layers.3": F}], [10**9] * 4, num_stages=2)
+    assert (raised.value.details["option"], raised.value.details["value"]) == ("tensor_parallel_size", 2)
+    with pytest.raises(ConfigError, match="stage 1 of 2 has no attention layer") as raised:
+        plan_ranks([model(F, F)] * 2 + [{}, {}], [10**9] * 4, num_stages=2)
+    assert (raised.value.details["option"], raised.value.details["value"]) == ("pipeline_parallel_size", 2)
+
+
 def test_override_wins_over_the_bytes():
     assert plan(LAYERS, 0, max_model_len=8, num_blocks_override=7).num_blocks == 7
 

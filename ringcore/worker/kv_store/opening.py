@@ -32,7 +32,8 @@ def open_connector(
     num_ranks, directory = layout.num_local_ranks(rank), config.cache.host_kv_cache_dir
     if directory is None:
         return MemoryConnector(link, HostBlocks(num_blocks, link, num_ranks))
-    of_layout = blake2b(link.pages.layout.encode(), digest_size=8).hexdigest()
+    backends = " ".join(type(backend).__qualname__ for backend in paged.backends)
+    of_layout = blake2b(f"{link.pages.layout}; {backends}".encode(), digest_size=8).hexdigest()
     folder = Path(directory, namespace, f"{of_layout}-{rank}-of-{layout.world_size}")
     num_buffers = min(num_blocks, max(8, _BUFFER_BYTES // link.pages.block_bytes))
     try:
