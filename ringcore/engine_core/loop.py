@@ -153,6 +153,7 @@ class EngineLoop:
         if began:
             ended, num_steps = now_ns(), self._core.num_in_flight
             self._tracer.record((WAITED.number, began, ended, num_steps) if num_steps else (IDLED.number, began, ended))
+            self._tracer.check(ended)  # an idle engine completes no step, which would
         if self._admin is not None:
             self._admin.notice(ready)
         ready.difference_update(self._own_fds())

@@ -76,7 +76,7 @@ class StepsInFlight:
         self._num_sampled += len(model_output.token_ids)
         ended_s = self._clock()
         stamps = began_s, scheduled_s, launched_s, taken_s, ended_s, self._num_scheduled, self._num_sampled
-        for observer in self.observers:
+        for observer in tuple(self.observers):  # a trace leaves them at its deadline
             observer.completed(scheduled, stamps, columns)
         return columns
 

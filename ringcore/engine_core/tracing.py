@@ -23,13 +23,14 @@ _ANSWER_NS = 10 * 10**9  # a front end that answers later is left out
 
 class EngineTracing:
     """One trace at a time. to_front_end: sends the front end a message; without one it is dropped. observers: of the
-    engine's steps; it is one of them (`StepObserver`) while it traces.
+    engine's steps; it is one of them (`StepObserver`) while it traces, until `stop` or the deadline.
 
     A front end answers when it next reads its socket: an `AsyncEngine` at once, an `LLM` while one of its calls waits.
     """
 
     def __init__(self) -> None:
         self.tracer = Tracer()
+        self.tracer.on_end = self._leave
         self.to_front_end: Callable[[StartTrace | TakeTrace], None] = _no_front_end
         self._number = 0
         self._front_end: bytes | None = None
@@ -61,12 +62,17 @@ class EngineTracing:
     def stop(self) -> bytes:
         """Ends the trace; -> the engine's own `ProcessTrace`, encoded. Asks for that of the front end."""
         trace = self.tracer.take("engine")
-        if self in self.observers:
-            self.observers.remove(self)
+        self._leave()
         self._number += 1
         self._front_end = None
         self.to_front_end(TakeTrace(self._number, now_ns() + _ANSWER_NS))
         return msgspec.msgpack.encode(trace)
+
+    def _leave(self) -> None:
+        """The trace was stopped, or is past its deadline and no one has stopped it: no step is recorded any more."""
+        if self in self.observers:
+            self.observers.remove(self)
+        self._awaited.clear()
 
     def take_front_end(self, answer: FrontEndTrace) -> None:
         """The answer of the front end."""
