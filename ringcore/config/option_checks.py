@@ -83,7 +83,7 @@ def check_values(options: Mapping[str, Any]) -> None:
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
         raise bad_value("gpu_memory_utilization", share, "give a number above 0 and at most 1")
     _check_sleep(options["enable_sleep_mode"], options["sleep_directory"], options["device_memory"])
-    _check_host_kv_cache(options["host_kv_cache_bytes"], options["host_kv_cache_dir"], options["enable_prefix_caching"])
+    _check_host_kv_cache(options)
     _check_admin(options["admin_endpoint"], options["admin_keys"])
     _check_hosts(options["hosts"], options["join_endpoint"], options["join_keys"])
     _check_installed("structured_outputs_backend", options["structured_outputs_backend"])
@@ -92,7 +92,13 @@ def check_values(options: Mapping[str, Any]) -> None:
 def _check_counts(options: Mapping[str, Any]) -> None:
     for name in _COUNTS:
         _check_count(name, options[name], 1)
-    for name in ("kv_cache_bytes", "host_kv_cache_bytes", "max_num_batched_tokens", "long_prefill_token_threshold"):
+    for name in (
+        "kv_cache_bytes",
+        "host_kv_cache_bytes",
+        "host_kv_cache_dir_bytes",
+        "max_num_batched_tokens",
+        "long_prefill_token_threshold",
+    ):
         if options[name] is not None:
             _check_count(name, options[name], 1)
     if options["max_model_len"] not in (None, "auto"):
@@ -129,17 +135,23 @@ def _check_sleep(is_enabled: bool, directory: Any, device_memory: str) -> None:
         )
 
 
-def _check_host_kv_cache(num_bytes: int | None, directory: Any, has_prefix_cache: bool) -> None:
-    if num_bytes is not None and not has_prefix_cache:
+def _check_host_kv_cache(options: Mapping[str, Any]) -> None:
+    num_bytes, directory = options["host_kv_cache_bytes"], options["host_kv_cache_dir"]
+    if num_bytes is not None and not options["enable_prefix_caching"]:
         raise bad_value(
             "host_kv_cache_bytes", num_bytes, "it is for blocks of the prefix cache; give enable_prefix_caching=True"
         )
+    _check_seconds("host_kv_cache_dir_timeout_s", options["host_kv_cache_dir_timeout_s"])
     if directory is None:
+        if (limit := options["host_kv_cache_dir_bytes"]) is not None:
+            raise bad_value(
+                "host_kv_cache_dir_bytes", limit, "give host_kv_cache_dir too, the directory that it bounds"
+            )
         return
     if not isinstance(directory, str | os.PathLike) or not os.path.isdir(directory):
         raise bad_value("host_kv_cache_dir", directory, "give an existing directory")
     if num_bytes is None:
-        raise bad_value("host_kv_cache_dir", directory, "give host_kv_cache_bytes too, the room that it may take there")
+        raise bad_value("host_kv_cache_dir", directory, "give host_kv_cache_bytes too, the memory in front of it")
 
 
 def _check_admin(endpoint: object, keys: Any) -> None:

@@ -68,8 +68,22 @@ class CacheConfig:
         None, "bytes on each rank for blocks that leave the prefix cache, in host memory; None keeps none"
     )
     host_kv_cache_dir: str | None = _option(
-        None, "a directory that keeps them instead, also for later engines with the same model and options"
+        None, "a directory behind that memory, which keeps them for later engines with the same model and options too"
     )
+    host_kv_cache_dir_bytes: int | None = _option(
+        None,
+        "bytes of all blocks in that directory, of every engine that uses it; None means 8 times host_kv_cache_bytes "
+        "for each rank",
+    )
+    host_kv_cache_dir_timeout_s: float = _option(
+        10.0, "a read or write of a block there that takes longer takes the directory out of use"
+    )
+
+    def directory_bytes(self, num_ranks: int) -> int:
+        """The limit of `host_kv_cache_dir`, for an engine of so many ranks; 0 without one."""
+        if self.host_kv_cache_dir is None or self.host_kv_cache_bytes is None:
+            return 0
+        return self.host_kv_cache_dir_bytes or 8 * self.host_kv_cache_bytes * num_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -348,7 +348,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         if self._step_log is None:
             self._step_log = StepLog()
             self._steps.observers.append(self._step_log)
-        return msgspec.structs.replace(self._step_log.metrics(), stored_kv=self._scheduler.loading.stats())
+        return msgspec.structs.replace(self._step_log.metrics(), stored_kv=self._kv_loads.stats())
 
     @property
     def num_restarts(self) -> int:

@@ -10,6 +10,7 @@ import msgspec
 from ringcore.engine_core.steps_in_flight import StepsInFlight
 from ringcore.errors import WorkerDiedError
 from ringcore.executor.rpc_call import RpcFuture
+from ringcore.protocol.stored_kv import LevelCounts, LoadReport, StoredKVStats
 from ringcore.scheduler.scheduler import Scheduler
 
 __all__ = ["KVLoads"]
@@ -29,6 +30,7 @@ class KVLoads:
         self._scheduler, self._submit, self._steps = scheduler, submit, steps
         self._future: RpcFuture | None = None
         self._asked: list[int] = []
+        self._levels = LevelCounts()  # of all ranks
         self._asked_at = -1  # the number of completed steps
 
     def __bool__(self) -> bool:
@@ -43,11 +45,13 @@ class KVLoads:
             return
         future, self._future = self._future, None
         try:
-            answers = msgspec.convert(future.result(), list[list[list[bool] | None]])
+            reports = msgspec.convert(future.result(), list[LoadReport])
         except WorkerDiedError:
             return  # the scheduler begins again with new workers
+        self._levels = sum((report.levels for report in reports), LevelCounts())
         in_flight = self._scheduler.loading.in_flight
-        for number, of_ranks in zip(self._asked, zip(*answers, strict=True), strict=True):
+        of_loads = zip(*(report.results for report in reports), strict=True)
+        for number, of_ranks in zip(self._asked, of_loads, strict=True):
             known = [one for one in of_ranks if one is not None]
             if number in in_flight and len(known) == len(of_ranks):
                 self._scheduler.finish_load(number, [all(block) for block in zip(*known, strict=True)])
@@ -61,4 +65,9 @@ class KVLoads:
 
     def workers_replaced(self) -> None:
         """Their answers mean nothing any more."""
-        self._future = None
+        self._future, self._levels = None, LevelCounts()
+
+    def stats(self) -> StoredKVStats | None:
+        """None without a store."""
+        stats = self._scheduler.loading.stats()
+        return None if stats is None else msgspec.structs.replace(stats, levels=self._levels)

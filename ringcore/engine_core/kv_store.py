@@ -29,32 +29,38 @@ class OpenedStore(NamedTuple):
 def open_store(config: EngineConfig, executor: Executor, ranks: Sequence[KVCacheConfig]) -> OpenedStore:
     """Has every rank open its store, if the options ask for one. Raises `CapacityError` and what a worker raises.
 
-    ranks: the KV cache of each, with the layers of its stage alone. All hold the same blocks, as many as the rank with
-    the largest ones has room for.
+    ranks: the KV cache of each, with the layers of its stage alone. All have memory for the same number of blocks, that
+    of the rank with the largest ones; a directory behind it has room for as many as `directory_bytes` of all ranks.
     """
     cache = config.cache
     if cache.host_kv_cache_bytes is None:
         return OpenedStore(None, None)
     block_bytes = [rank.block_bytes for rank in ranks]
-    largest = max(block_bytes)
-    num_blocks = cache.host_kv_cache_bytes // largest
-    if not num_blocks:
-        raise CapacityError(
-            f"host_kv_cache_bytes={cache.host_kv_cache_bytes}: one block of the KV cache has "
-            f"{format_bytes(largest, exact=True)} on rank {block_bytes.index(largest)}; give more",
-            needed_bytes=largest,
-            available_bytes=cache.host_kv_cache_bytes,
-        )
-    hasher, namespace = None, b""
+    largest, of_all = max(block_bytes), sum(block_bytes)
+    num_blocks = _count("host_kv_cache_bytes", cache.host_kv_cache_bytes, largest, "on a rank")
+    capacity, hasher, namespace = num_blocks, None, b""
     if cache.host_kv_cache_dir is not None:
         namespace = _namespace(config, ranks)
+        limit = cache.directory_bytes(len(ranks))
+        capacity = max(capacity, _count("host_kv_cache_dir_bytes", limit, of_all, "on all ranks"))
         hasher = BlockHasher(min(group.spec.block_size for group in ranks[0].groups), root=namespace)
     answers = executor.collective_rpc("open_kv_store", (namespace.hex(), num_blocks))
     held = msgspec.convert(answers, list[list[bytes]])
     on_all = set(held[0]).intersection(*held[1:])
     stored = [name for name in held[0] if name in on_all]  # the oldest first
-    store = BlockStore(num_blocks, sum(block_bytes), stored, outlives_engine=hasher is not None)
+    store = BlockStore(capacity, of_all, stored, outlives_engine=hasher is not None)
     return OpenedStore(hasher, store)
+
+
+def _count(option: str, num_bytes: int, block_bytes: int, where: str) -> int:
+    if num_bytes < block_bytes:
+        raise CapacityError(
+            f"{option}={num_bytes}: one block of the KV cache has {format_bytes(block_bytes, exact=True)} {where}; "
+            "give more",
+            needed_bytes=block_bytes,
+            available_bytes=num_bytes,
+        )
+    return num_bytes // block_bytes
 
 
 def _namespace(config: EngineConfig, ranks: Sequence[KVCacheConfig]) -> bytes:

@@ -15,7 +15,7 @@ from ringcore.metrics.request_log import HISTOGRAMS, RequestLog
 from ringcore.metrics.step_log import StepMetrics
 from ringcore.protocol.messages import EngineReady
 from ringcore.protocol.requests import EngineStats
-from ringcore.protocol.stored_kv import StoredKVStats
+from ringcore.protocol.stored_kv import LevelCounts, StoredKVStats
 
 __all__ = ["EngineSource", "ObservedEngine", "PromptQueue", "make_registry"]
 
@@ -185,20 +185,34 @@ class _EngineMetrics:
         yield self._families.histogram("ringcore:step_requests", "Requests in a step.", steps.requests)
 
     def _of_store(self, stored: StoredKVStats) -> Iterable[Metric]:
+        counter, gauge = self._families.counter, self._families.gauge
         hits = "Prompt tokens found beyond the device; vllm:prefix_cache_hits has them too."
-        yield self._families.counter("vllm:external_prefix_cache_hits", hits, stored.num_hit_tokens)
-        yield self._families.gauge("ringcore:stored_kv_blocks", "Blocks kept beyond the device.", stored.num_blocks)
+        yield counter("vllm:external_prefix_cache_hits", hits, stored.num_hit_tokens)
+        yield gauge("ringcore:stored_kv_blocks", "Blocks kept beyond the device.", stored.num_blocks)
         failed = "Blocks that could not be loaded, and were computed again."
-        yield self._families.counter("ringcore:stored_kv_failed_blocks", failed, stored.num_failed_blocks)
-        yield self._families.counter(
-            "ringcore:stored_kv_saved_bytes", "Bytes copied out, all ranks.", stored.saved_bytes
+        yield counter("ringcore:stored_kv_failed_blocks", failed, stored.num_failed_blocks)
+        yield counter("ringcore:stored_kv_saved_bytes", "Bytes copied out, all ranks.", stored.saved_bytes)
+        yield counter("ringcore:stored_kv_loaded_bytes", "Bytes copied back, all ranks.", stored.loaded_bytes)
+        yield counter("ringcore:stored_kv_load_seconds", "Seconds that loads took, summed.", stored.load_s)
+        yield from self._of_levels(stored.levels)
+
+    def _of_levels(self, levels: LevelCounts) -> Iterable[Metric]:
+        """As of the last report of a load."""
+        counter, gauge = self._families.counter, self._families.gauge
+        read = CounterMetricFamily(
+            "ringcore:stored_kv_level_loaded_bytes",
+            "Bytes found in host memory and in the directory behind it, all ranks.",
+            labels=self._families.names("level"),
         )
-        yield self._families.counter(
-            "ringcore:stored_kv_loaded_bytes", "Bytes copied back, all ranks.", stored.loaded_bytes
-        )
-        yield self._families.counter(
-            "ringcore:stored_kv_load_seconds", "Seconds that loads took, summed.", stored.load_s
-        )
+        for level, num_bytes in (("memory", levels.memory_loaded_bytes), ("directory", levels.directory_loaded_bytes)):
+            read.add_metric(self._families.values(level), num_bytes)
+        yield read
+        unwritten = "Blocks that are in no file, as the disk was too slow or failed, all ranks."
+        yield counter("ringcore:stored_kv_unwritten_blocks", unwritten, levels.num_unwritten_blocks)
+        broken = "Files that were short, changed or another's, all ranks."
+        yield counter("ringcore:stored_kv_broken_files", broken, levels.num_broken_files)
+        lost = "Ranks whose directory does not answer, and is out of use."
+        yield gauge("ringcore:stored_kv_lost_directories", lost, levels.num_lost_directories)
 
     def _of_workers(self, ready: EngineReady) -> Iterable[Metric]:
         blocks = GaugeMetricFamily(

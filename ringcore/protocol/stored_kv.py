@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-__all__ = ["KVLoad", "KVTransfers", "StoredKVStats"]
+__all__ = ["KVLoad", "KVTransfers", "LevelCounts", "LoadReport", "StoredKVStats"]
 
 
 class KVLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -26,6 +26,28 @@ class KVTransfers(msgspec.Struct, frozen=True, array_like=True):
     loads: list[KVLoad]
 
 
+class LevelCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one rank's loads and saves since its start, by level: host memory, and the directory behind it."""
+
+    memory_loaded_bytes: int = 0
+    directory_loaded_bytes: int = 0
+    num_unwritten_blocks: int = 0  # saved and not in the directory: no room before the disk, or it failed
+    num_broken_files: int = 0  # short, changed or another's; their blocks were computed again
+    num_lost_directories: int = 0  # 1: it did not answer in time, and is out of use
+
+    def __add__(self, other: LevelCounts) -> LevelCounts:
+        """Of both ranks."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return LevelCounts(**dict(zip(self.__struct_fields__, map(sum, pairs), strict=True)))
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What one rank says of loads in flight."""
+
+    results: list[list[bool] | None]  # by load: which of its blocks were loaded; None while it is in progress
+    levels: LevelCounts
+
+
 class StoredKVStats(msgspec.Struct, frozen=True):
     """Counted since the start, or since the workers were replaced; bytes are of all ranks."""
 
@@ -35,3 +57,4 @@ class StoredKVStats(msgspec.Struct, frozen=True):
     saved_bytes: int
     loaded_bytes: int
     load_s: float  # from the decision to load to its report, summed
+    levels: LevelCounts = LevelCounts()  # of all ranks, as of the last report of a load

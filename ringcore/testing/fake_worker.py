@@ -16,6 +16,7 @@ from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
+from ringcore.protocol.stored_kv import LevelCounts, LoadReport
 from ringcore.testing.fake_rows import FakeRows
 from ringcore.testing.fake_store import FakeStore
 from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
@@ -97,8 +98,8 @@ class FakeWorker(TracedWorker):
         return []
 
     @rpc(scope="engine")
-    def finished_kv_loads(self, numbers: list[int], wait_s: float) -> list[list[bool] | None]:
-        return self._store.results(numbers)
+    def finished_kv_loads(self, numbers: list[int], wait_s: float) -> LoadReport:
+        return LoadReport(self._store.results(numbers), LevelCounts())
 
     @rpc(scope="engine")
     def reset_rows(self) -> None:

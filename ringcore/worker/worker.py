@@ -18,6 +18,7 @@ from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
+from ringcore.protocol.stored_kv import LoadReport
 from ringcore.tracing import Tracer
 from ringcore.worker.kv_store.connector import KVConnector
 from ringcore.worker.kv_store.opening import open_connector
@@ -189,18 +190,17 @@ class Worker(TracedWorker):
 
     @rpc(scope="engine")
     def open_kv_store(self, namespace: str, num_blocks: int) -> list[bytes]:
-        """Opens the store of blocks that leave the device, of at most num_blocks, as the options ask; -> the names of
-        what it holds, the least recently used first. Raises `CapacityError` or `ConfigError`."""
+        """Opens the store of blocks that leave the device, num_blocks in host memory, as the options ask; -> the names
+        of what it holds, the least recently used first. Raises `CapacityError` or `ConfigError`."""
         runner, platform = self._awake_runner(), _require(self._platform, "init_device")
         self._kv_store = open_connector(self.config, self.rank, runner.paged, platform, namespace, num_blocks)
         return self._kv_store.held()
 
     @rpc(scope="engine")
-    def finished_kv_loads(self, numbers: list[int], wait_s: float) -> list[list[bool] | None]:
-        """Of each load in flight which of its blocks were loaded; None of one in progress. Waits up to wait_s seconds
-        for one to end."""
+    def finished_kv_loads(self, numbers: list[int], wait_s: float) -> LoadReport:
+        """What came of these loads in flight. Waits up to wait_s seconds for one to end."""
         assert self._kv_store is not None, "there is no store"
-        return self._kv_store.results(numbers, wait_s)
+        return LoadReport(self._kv_store.results(numbers, wait_s), self._kv_store.counts())
 
     # Sleep and wake: the engine tracks whether the contents are valid, and calls all ranks alike.
 

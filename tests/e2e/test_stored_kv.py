@@ -5,6 +5,9 @@ broken files."""
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from engine import generate, make_core, tokens
 
 from ringcore import EngineCore, SamplingParams
 from ringcore.errors import CapacityError, ConfigError
+from ringcore.worker.kv_store import block_files
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,6 +31,13 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 3,
 }
 SMALL = {"num_blocks_override": NUM_BLOCKS, "host_kv_cache_bytes": 1 << 22}
+
+
+def files_in(path: Path) -> dict[str, Any]:
+    """A directory behind memory for three of the seven prompts."""
+    return {"host_kv_cache_dir": str(path), "host_kv_cache_bytes": 64 * BLOCK_BYTES, "host_kv_cache_dir_bytes": 1 << 22}
+
+
 NEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 # Seven of 60 to 90 tokens: each takes half of the cache, so all leave it before they are asked again.
 PROMPTS = [[3 + (7 * i + 11 * j + j * j) % 300 for j in range(60 + 5 * i)] for i in range(7)]
@@ -75,9 +86,10 @@ def test_a_crowd_with_preemption(tiny_qwen2: str, expected: list[list[int]]) -> 
         assert stats(core).num_hit_tokens
 
 
-def test_two_ranks(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path, kind: str) -> None:
     """In a directory, where one rank has lost a file: then no rank has the block."""
-    two = {"executor": "multiproc", "tensor_parallel_size": 2, "host_kv_cache_dir": str(tmp_path)}
+    two = {"executor": "multiproc", kind: 2, **files_in(tmp_path)}
     with make_core(tiny_qwen2, **OPTIONS | SMALL | two) as core:
         assert one_by_one(core, PROMPTS + LONGER[:3]) == expected[: len(PROMPTS) + 3]
         found = stats(core)
@@ -115,7 +127,7 @@ def _damage(file: Path, other: bytes, how: str) -> None:
 
 
 def test_a_later_engine_finds_the_directory(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -> None:
-    options = OPTIONS | SMALL | {"host_kv_cache_dir": str(tmp_path)}
+    options = OPTIONS | SMALL | files_in(tmp_path)
     with make_core(tiny_qwen2, **options) as core:
         assert one_by_one(core, PROMPTS) == expected[: len(PROMPTS)]
         num_stored = stats(core).num_blocks
@@ -130,9 +142,9 @@ def test_a_later_engine_finds_the_directory(tiny_qwen2: str, expected: list[list
 
 @pytest.mark.parametrize("how", ["a bit", "another's", "the end"])
 def test_a_broken_file_is_a_miss(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path, how: str) -> None:
-    with make_core(tiny_qwen2, **OPTIONS | SMALL | {"host_kv_cache_dir": str(tmp_path)}) as core:
+    with make_core(tiny_qwen2, **OPTIONS | SMALL | files_in(tmp_path)) as core:
         one_by_one(core, PROMPTS)
-        core._executor._worker._kv_store._writer.submit(lambda: None).result()
+        core._executor._worker._kv_store._files._writers.submit(lambda: None).result()
         files = list(tmp_path.rglob("*.kv"))
         contents = [file.read_bytes() for file in files]
         for file, other in zip(files, contents[1:] + contents[:1], strict=True):
@@ -162,13 +174,52 @@ def test_it_is_emptied_with_the_prefix_cache_and_by_new_weights(
         assert stats(core).num_blocks
         assert core.reset_prefix_cache()
         assert not stats(core).num_blocks
-    files = {**options, "host_kv_cache_dir": str(tmp_path)}
+    files = options | files_in(tmp_path)
     with make_core(tiny_qwen2, **files) as core:
         one_by_one(core, PROMPTS[:4])
         core.reload_weights(tiny_qwen2)
         one_by_one(core, PROMPTS[:4])
         assert not stats(core).num_blocks
     assert list(tmp_path.rglob("*.kv"))  # of the old weights, for those that have them
+
+
+def test_memory_in_front_of_a_directory(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -> None:
+    """What was asked last is found in memory, the rest in files; the tokens are those of a run without either."""
+    with make_core(tiny_qwen2, **OPTIONS | SMALL | files_in(tmp_path)) as core:
+        assert one_by_one(core, PROMPTS + LONGER) == expected
+        found = stats(core)
+        assert found.num_hit_tokens > 400
+        assert found.loaded_bytes == found.num_hit_tokens // BLOCK_SIZE * BLOCK_BYTES
+        levels = found.levels
+        assert levels.memory_loaded_bytes + levels.directory_loaded_bytes == found.loaded_bytes
+        assert levels.directory_loaded_bytes > 0
+        assert one_by_one(core, LONGER[4:5]) == expected[len(PROMPTS) + 4 : len(PROMPTS) + 5]  # it left lately
+        assert stats(core).levels.memory_loaded_bytes > levels.memory_loaded_bytes
+        assert not stats(core).levels.num_broken_files + stats(core).levels.num_lost_directories
+
+
+def test_a_directory_that_hangs(
+    tiny_qwen2: str, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests, sleep and the end go on without it, and no token is another one."""
+    options = OPTIONS | SMALL | files_in(tmp_path)
+    with make_core(tiny_qwen2, **options) as core:
+        one_by_one(core, PROMPTS)
+    goes_on = threading.Event()
+    monkeypatch.setattr(block_files, "read_block", lambda *args: goes_on.wait(200) and "missing")
+    began = time.monotonic()
+    with make_core(tiny_qwen2, **options, host_kv_cache_dir_timeout_s=0.5, enable_sleep_mode=True) as core:
+        assert one_by_one(core, LONGER[:2]) == expected[len(PROMPTS) : len(PROMPTS) + 2]
+        found = stats(core)
+        assert found.levels.num_lost_directories == 1
+        assert found.num_failed_blocks
+        assert not found.num_hit_tokens
+        core.sleep(1)
+        core.wake_up()
+        assert one_by_one(core, PROMPTS) == expected[: len(PROMPTS)]
+        assert one_by_one(core, LONGER) == expected[len(PROMPTS) :]
+    assert time.monotonic() - began < 100  # a read would hang for 200 s
+    goes_on.set()
 
 
 def test_options(tiny_qwen2: str, tmp_path: Path) -> None:
@@ -182,3 +233,15 @@ def test_options(tiny_qwen2: str, tmp_path: Path) -> None:
         make_core(tiny_qwen2, **OPTIONS, host_kv_cache_bytes=1 << 20, host_kv_cache_dir=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="give host_kv_cache_bytes too"):
         make_core(tiny_qwen2, **OPTIONS, host_kv_cache_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="give host_kv_cache_dir too"):
+        make_core(tiny_qwen2, **OPTIONS, host_kv_cache_bytes=1 << 20, host_kv_cache_dir_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="host_kv_cache_dir_timeout_s"):
+        make_core(tiny_qwen2, **OPTIONS, host_kv_cache_dir_timeout_s=0)
+    files = {"host_kv_cache_bytes": 1 << 20, "host_kv_cache_dir": str(tmp_path)}
+    with pytest.raises(CapacityError, match="host_kv_cache_dir_bytes=100: one block"):
+        make_core(tiny_qwen2, **OPTIONS, **files, host_kv_cache_dir_bytes=100)
+    tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):
+        return  # root
+    with pytest.raises(ConfigError, match=r"cannot be used: Permission denied"):
+        make_core(tiny_qwen2, **OPTIONS, **files)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +19,12 @@ import torch
 from ringcore.kv_cache.spec import FullAttentionSpec
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.stored_kv import KVLoad, KVTransfers
+from ringcore.worker.kv_store import block_files
+from ringcore.worker.kv_store.block_file import HEADER_BYTES
+from ringcore.worker.kv_store.block_files import BlockFiles
 from ringcore.worker.kv_store.connector import KVConnector
 from ringcore.worker.kv_store.directory_connector import DirectoryConnector
+from ringcore.worker.kv_store.directory_limit import DirectoryLimit
 from ringcore.worker.kv_store.host_blocks import HostBlocks
 from ringcore.worker.kv_store.memory_connector import MemoryConnector
 from ringcore.worker.memory import cuda_blocks
@@ -72,6 +79,27 @@ class LateLink(LocalBlockLink):
         for token in self._started:
             while not self.is_done(token):
                 continue
+
+
+def in_directory(
+    root: Path, link: LocalBlockLink, num_places: int = 8, max_bytes: int = 1 << 30, timeout_s: float = 20.0
+) -> DirectoryConnector:
+    """Of one rank, in its folder under `root`."""
+    files = BlockFiles(folder_in(root), link.pages.block_bytes, DirectoryLimit(root, max_bytes, 1), timeout_s)
+    return DirectoryConnector(link, HostBlocks(num_places, link, 1), files, timeout_s)
+
+
+def folder_in(root: Path) -> Path:
+    return root / ("0" * 64) / "0-of-1"
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(file.name for file in folder_in(root).iterdir())
+
+
+def until_written(store: DirectoryConnector) -> None:
+    store._files._writers.submit(lambda: None).result(20)
+    store._progress()
 
 
 def until_known(store: KVConnector, number: int) -> list[bool]:
@@ -182,12 +210,11 @@ def test_what_is_saved_comes_back(tmp_path: Path, delay: int, is_directory: bool
     pool = layers()
     before = [layer.clone() for layer in pool]
     link = LateLink(BlockPages(pool), delay)
-    places = HostBlocks(8, link, 1)
-    store = DirectoryConnector(tmp_path / "a", link, places) if is_directory else MemoryConnector(link, places)
+    store = in_directory(tmp_path, link) if is_directory else MemoryConnector(link, HostBlocks(8, link, 1))
     transfer(store, saves={b"one": 1, b"two": 2, b"three": 3})
     for layer in pool:
         layer[1:4] = -1.0
-    # The files may not be there yet.
+    # With a directory the files may not be there yet.
     transfer(store, loads={0: {b"three": 3, b"none": 5, b"one": 1}})
     assert until_known(store, 0) == [True, False, True]
     assert all(torch.equal(layer[[1, 3]], was[[1, 3]]) for layer, was in zip(pool, before, strict=True))
@@ -200,60 +227,384 @@ def test_what_is_saved_comes_back(tmp_path: Path, delay: int, is_directory: bool
     assert all(torch.equal(layer[[2, 5]], was[[2, 4]]) for layer, was in zip(pool, before, strict=True))
     store.close()
     store.close()
+    assert store.counts().memory_loaded_bytes == 4 * link.pages.block_bytes
     if is_directory:
-        again = DirectoryConnector(tmp_path / "a", link, HostBlocks(8, link, 1))
+        again = in_directory(tmp_path, link)
         assert sorted(again.held()) == [b"four", b"three", b"two"]
         again.close()
 
 
-def test_a_step_never_waits_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What finds no buffer is not kept: a miss later."""
+def test_memory_is_in_front_of_the_directory(tmp_path: Path) -> None:
+    """Two blocks fit in memory: what left it is read from its file, and stays there, and the others leave it."""
+    pool = layers()
+    before = [layer.clone() for layer in pool]
+    link = LateLink(BlockPages(pool), 2)
+    store = in_directory(tmp_path, link, 2)
+    for number in (1, 2, 3):
+        transfer(store, saves={bytes([number]): number})
+        link.finish()
+        store._progress()
+        until_written(store)
+    size = link.pages.block_bytes
+    for number, (block, from_memory, from_files) in enumerate([(1, 0, 1), (1, 1, 1), (3, 2, 1), (2, 2, 2), (1, 2, 3)]):
+        for layer in pool:
+            layer[7] = -1.0
+        transfer(store, loads={number: {bytes([block]): 7}})
+        assert until_known(store, number) == [True]
+        assert all(torch.equal(layer[7], was[block]) for layer, was in zip(pool, before, strict=True))
+        counts = store.counts()
+        assert counts.memory_loaded_bytes == from_memory * size, number
+        assert counts.directory_loaded_bytes == from_files * size, number
+        store._cache.check()
+    store.close()
+
+
+def test_a_block_in_memory_counts_as_used_in_the_directory(tmp_path: Path) -> None:
+    link = LateLink(BlockPages(layers()), 0)
+    store = in_directory(tmp_path, link)
+    transfer(store, saves={b"a": 1, b"b": 2})
+    until_written(store)
+    for name in ("61.kv", "62.kv"):
+        os.utime(folder_in(tmp_path) / name, (1, 1))
+    transfer(store, loads={0: {b"a": 3}})
+    assert until_known(store, 0) == [True]
+    store.close()
+    later = in_directory(tmp_path, link)
+    assert later.held() == [b"b", b"a"]
+    later.close()
+
+
+def test_two_loads_of_one_block(tmp_path: Path) -> None:
+    link = LateLink(BlockPages(layers()), 2)
+    store = in_directory(tmp_path, link)
+    transfer(store, saves={b"a": 1})
+    store.close()
+    store = in_directory(tmp_path, link)
+    transfer(store, loads={0: {b"a": 2}, 1: {b"a": 3}})
+    assert until_known(store, 0) == until_known(store, 1) == [True]
+    assert torch.equal(link.pages._views[0][2], link.pages._views[0][3])
+    store.close()
+
+
+def test_a_step_never_waits_for_a_disk(tmp_path: Path) -> None:
+    """What finds no place in memory is not kept: a miss later."""
     link = LateLink(BlockPages(layers()), 1000)
-    store = DirectoryConnector(tmp_path, link, HostBlocks(4, link, 1))
+    store = in_directory(tmp_path, link, 4)
     transfer(store, saves={bytes([i]): i for i in range(1, 9)})
-    assert len(store._copying_out) == 3  # one buffer is for loads
+    assert [len(blocks) for _, blocks in store._copying_out] == [3]  # one place is for loads
     transfer(store, drops=[bytes([2])])
     link.finish()
     transfer(store, loads={0: {bytes([i]): i for i in range(1, 9)}})
     assert until_known(store, 0) == [True, False, True, *[False] * 5]
+    assert store.counts().num_unwritten_blocks == 5
     store.close()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["01.kv", "03.kv"]
+    assert names_in(tmp_path) == ["01.kv", "03.kv"]
 
 
 def test_files_that_are_no_blocks(tmp_path: Path) -> None:
     link = LateLink(BlockPages(layers()), 0)
-    store = DirectoryConnector(tmp_path, link, HostBlocks(4, link, 1))
+    store = in_directory(tmp_path, link, 4)
     transfer(store, saves={b"a": 1, b"b": 2})
     store.close()
-    (tmp_path / "no block.kv").write_bytes(b"x")
-    (tmp_path / "zz.kv").write_bytes((tmp_path / "61.kv").read_bytes())
-    (tmp_path / "1-1.tmp").write_bytes(b"of a writer that died")
-    (tmp_path / "63.kv").symlink_to(tmp_path / "61.kv")
-    os.utime(tmp_path / "62.kv", (1, 1))
-    store = DirectoryConnector(tmp_path, link, HostBlocks(4, link, 1))
+    folder = folder_in(tmp_path)
+    (folder / "no block.kv").write_bytes(b"x")
+    (folder / "zz.kv").write_bytes((folder / "61.kv").read_bytes())
+    (folder / "63.kv").symlink_to(folder / "61.kv")
+    (folder / "64.kv").mkdir()
+    os.mkfifo(folder / "65.kv")
+    os.utime(folder / "62.kv", (1, 1))
+    store = in_directory(tmp_path, link, 4)
     assert store.held() == [b"b", b"a"]  # the least recently used first
-    assert not (tmp_path / "1-1.tmp").exists()
-    transfer(store, loads={0: {b"c": 3}})
-    assert until_known(store, 0) == [False]
+    transfer(store, loads={0: {b"c": 3, b"d": 4, b"e": 5, b"f": 6}})
+    assert until_known(store, 0) == [False] * 4
+    assert store.counts().num_broken_files == 3  # the last one is missing
     store.close()
+
+
+def damaged(contents: bytes) -> dict[str, bytes]:
+    """Every way in which a block's file may be another one."""
+    header, block = contents[:HEADER_BYTES], contents[HEADER_BYTES:]
+    changed = {f"bit of byte {at}": bytearray(contents) for at in (0, 7, 8, 15, 16, 47, 48, len(contents) - 1)}
+    for at, found in zip((0, 7, 8, 15, 16, 47, 48, len(contents) - 1), changed.values(), strict=True):
+        found[at] ^= 1
+    return {name: bytes(found) for name, found in changed.items()} | {
+        "empty": b"",
+        "header alone": header,
+        "short": contents[:-1],
+        "long": contents + b"x",
+        "zeros after a crash": header + bytes(len(block)),
+        "all zeros": bytes(len(contents)),
+    }
+
+
+def test_no_damaged_file_is_a_block(tmp_path: Path) -> None:
+    """Nor is a whole one under another's name, which only its digest tells."""
+    link = LateLink(BlockPages(layers()), 0)
+    store = in_directory(tmp_path, link)
+    transfer(store, saves={b"a": 1, b"b": 2})
+    store.close()
+    good, folder = (folder_in(tmp_path) / "61.kv").read_bytes(), folder_in(tmp_path)
+    cases = damaged(good) | {"another's": (folder / "62.kv").read_bytes()}
+    for name, contents in cases.items():
+        (folder / "61.kv").write_bytes(contents)
+        store = in_directory(tmp_path, link)
+        transfer(store, loads={0: {b"a": 3, b"b": 4}})
+        assert (name, until_known(store, 0)) == (name, [False, True])
+        assert store.counts().num_broken_files == 1
+        transfer(store, drops=[b"a"])  # as the engine does with what failed
+        transfer(store, saves={b"a": 1})
+        store.close()
+        assert (folder / "61.kv").read_bytes() == good
+    assert link.pages.block_bytes == len(good) - HEADER_BYTES
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory keeps what no file does."""
+
     def write(file: int, part: Any) -> int:
         raise OSError(28, "No space left on device")
 
     link = LateLink(BlockPages(layers()), 0)
-    store = DirectoryConnector(tmp_path, link, HostBlocks(4, link, 1))
+    store = in_directory(tmp_path, link, 4)
     with monkeypatch.context() as patched:
         patched.setattr("ringcore.worker.kv_store.block_file.os.write", write)
-        transfer(store, saves={b"a": 1})
-        store._writer.submit(lambda: None).result()
-    transfer(store, loads={0: {b"a": 1}})
-    assert until_known(store, 0) == [False]
-    assert "No space left" in caplog.text
-    assert store._buffers.num_free == 4
-    assert not list(tmp_path.iterdir())
+        for name in (b"a", b"b"):
+            transfer(store, saves={name: 1})
+            until_written(store)
+    assert [record.message for record in caplog.records if "No space left" in record.message].__len__() == 1
+    assert store.counts().num_unwritten_blocks == 2
+    assert not names_in(tmp_path)
+    transfer(store, loads={0: {b"a": 1, b"b": 2}})
+    assert until_known(store, 0) == [True, True]
     store.close()
+
+
+# A file system that hangs.
+
+
+class HungDisk:
+    """While it hangs a read or write waits, in the thread that began it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._goes_on, self.num_waiting = threading.Event(), 0
+        self._goes_on.set()
+        for name in ("read_block", "write_block"):
+            monkeypatch.setattr(block_files, name, self._slow(vars(block_files)[name]))
+
+    def _slow(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.num_waiting += 1
+            self._goes_on.wait(60)
+            self.num_waiting -= 1
+            return function(*args)
+
+        return call
+
+    def hang(self) -> None:
+        self._goes_on.clear()
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
+    made = HungDisk(monkeypatch)
+    yield made
+    made.go_on()
+
+
+def filled(root: Path, link: LocalBlockLink, num_blocks: int) -> None:
+    """A directory with blocks 1 to num_blocks, as a former engine leaves it."""
+    store = in_directory(root, link, 2 * num_blocks)
+    transfer(store, saves={bytes([i]): i for i in range(1, num_blocks + 1)})
+    store.close()
+
+
+def test_a_hung_read_is_a_miss(tmp_path: Path, disk: HungDisk, caplog: pytest.LogCaptureFixture) -> None:
+    """The load ends at the deadline; the directory is out of use, with one warning; memory remains; it ends at once."""
+    pool = layers()
+    before = [layer.clone() for layer in pool]
+    link = LateLink(BlockPages(pool), 1)
+    filled(tmp_path, link, 8)
+    store = in_directory(tmp_path, link, 8, timeout_s=0.2)
+    transfer(store, saves={b"in memory": 9})
+    link.finish()
+    store._progress()
+    until_written(store)
+    disk.hang()
+    transfer(store, loads={0: {b"in memory": 9, **{bytes([i]): i for i in range(1, 9)}}})
+    assert until_known(store, 0) == [True] + [False] * 8
+    assert store.counts().num_lost_directories == 1
+    store._cache.check()
+    transfer(store, saves={b"later": 10}, loads={1: {b"\x01": 1, b"in memory": 9}})
+    transfer(store, loads={2: {b"later": 11}})
+    assert until_known(store, 1) == [False, True]
+    assert until_known(store, 2) == [True]
+    assert all(torch.equal(layer[11], was[10]) for layer, was in zip(pool, before, strict=True))
+    assert sum("has not answered for 0.2 s" in record.message for record in caplog.records) == 1
+    began = time.monotonic()
+    store.close()
+    assert time.monotonic() - began < 2
+    assert disk.num_waiting == 4  # every reader still hangs
+
+
+def test_what_a_hung_thread_does_later_harms_no_block(tmp_path: Path, disk: HungDisk) -> None:
+    """Its place in memory is nobody else's until it has ended; then it can be used again."""
+    pool = layers()
+    before = [layer.clone() for layer in pool]
+    link = LateLink(BlockPages(pool), 0)
+    filled(tmp_path, link, 3)
+    store = in_directory(tmp_path, link, 8, timeout_s=0.1)
+    disk.hang()
+    transfer(store, saves={b"hung": 4}, loads={0: {b"\x01": 1, b"\x02": 2}})
+    assert until_known(store, 0) == [False, False]
+    assert store._cache.num_available == 5
+    transfer(store, saves={bytes([number]): number for number in range(5, 12)})
+    assert store._cache.num_available == 5  # all of these have been filled, or were not kept
+    disk.go_on()
+    deadline = time.monotonic() + 20
+    while store._reading or store._writing:
+        assert time.monotonic() < deadline
+        store._progress()
+    assert store._cache.num_available == 8
+    transfer(store, loads={1: {b"\x05": 8, b"hung": 9, b"\x01": 10}})
+    assert until_known(store, 1) == [True, True, False]
+    for there, was in ((8, 5), (9, 4)):
+        assert all(torch.equal(layer[there], old[was]) for layer, old in zip(pool, before, strict=True))
+    store.close()
+    store = in_directory(tmp_path, link)
+    transfer(store, loads={0: {b"hung": 10}})  # written late, and with its own bytes
+    assert until_known(store, 0) == [True]
+    assert all(torch.equal(layer[10], old[4]) for layer, old in zip(pool, before, strict=True))
+    store.close()
+
+
+def test_a_slow_disk_is_not_waited_for(tmp_path: Path, disk: HungDisk) -> None:
+    """Each read is in time and all of them together are not: the directory stays in use, and the rest is a miss."""
+    link = LateLink(BlockPages(layers()), 0)
+    filled(tmp_path, link, 8)
+    store = in_directory(tmp_path, link, 8, timeout_s=20.0)
+    store._timeout_s = 0.2  # of the load alone
+    disk.hang()
+    transfer(store, loads={0: {bytes([i]): i for i in range(1, 9)}})
+    time.sleep(0.3)
+    store._progress()
+    disk.go_on()
+    assert until_known(store, 0) == [True] * 4 + [False] * 4  # four threads had begun
+    assert not store.counts().num_lost_directories
+    store._timeout_s = 20.0
+    transfer(store, loads={1: {bytes([i]): i for i in range(1, 9)}})
+    assert until_known(store, 1) == [True] * 8
+    store.close()
+
+
+def test_the_end_waits_for_writes_only_so_long(tmp_path: Path, disk: HungDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_files, "_CLOSE_S", 0.2)
+    link = LateLink(BlockPages(layers()), 0)
+    store = in_directory(tmp_path, link)
+    disk.hang()
+    transfer(store, saves={b"a": 1, b"b": 2})
+    began = time.monotonic()
+    store.close()
+    store.close()
+    assert 0.1 < time.monotonic() - began < 10
+
+
+def test_a_directory_that_hangs_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(BlockFiles, "_open", lambda self: goes_on.wait(60))
+    link = LateLink(BlockPages(layers()), 0)
+    with pytest.raises(TimeoutError, match=r"no answer for 0.1 s"):
+        in_directory(tmp_path, link, timeout_s=0.1)
+    goes_on.set()
+
+
+def test_a_hung_thread_keeps_no_process_alive() -> None:
+    """Nor does one whose work has not begun."""
+    code = """
+import threading
+from ringcore.worker.kv_store.disk_threads import DiskThreads
+
+threads, begun = DiskThreads("kv reader", 1), threading.Event()
+threads.submit(lambda: (begun.set(), threading.Event().wait()))
+waiting = threads.submit(lambda: None)
+begun.wait()
+threads.close()
+assert waiting.cancelled()
+assert threads.submit(lambda: None).cancelled()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# The size of the directory.
+
+
+def write(path: Path, num_bytes: int, used_s: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(num_bytes))
+    os.utime(path, (used_s, used_s))
+
+
+def test_the_least_recently_used_files_make_room(tmp_path: Path) -> None:
+    """Of every model and rank; what is no block stays."""
+    one, two = tmp_path / ("1" * 64), tmp_path / ("2" * 64)
+    files = [one / "r0" / "01.kv", two / "r0" / "02.kv", one / "r1" / "03.kv", two / "r1" / "04.kv"]
+    for age, path in enumerate(files):
+        write(path, 100, age + 1)
+    others = [tmp_path / "mine.kv", tmp_path / "notes" / "r0" / "05.kv", one / "r0" / "notes.kv", one / "06.kv"]
+    others += [one / "r0" / "07.txt"]
+    for path in others:
+        write(path, 1000, 0)
+    write(one / "r0" / "dead.tmp", 10, 5)
+    (one / "r0" / "alive.tmp").write_bytes(b"x")
+    DirectoryLimit(tmp_path, 400, 1).sweep()
+    assert all(path.exists() for path in files + others)
+    assert not (one / "r0" / "dead.tmp").exists()
+    assert (one / "r0" / "alive.tmp").exists()
+    DirectoryLimit(tmp_path, 399, 1).sweep()  # to seven eighths
+    assert [path.exists() for path in files] == [False, True, True, True]
+    DirectoryLimit(tmp_path, 200, 1).sweep()
+    assert [path.exists() for path in files] == [False, False, False, True]
+    DirectoryLimit(tmp_path, 1, 1).sweep()
+    assert not any(path.exists() for path in files)
+    assert all(path.exists() for path in others)
+    DirectoryLimit(tmp_path / "none", 1, 1).sweep()
+
+
+def test_engines_that_share_a_directory_keep_to_its_size(tmp_path: Path) -> None:
+    """Three write and read at the same time: it stays within its limit, every block is right or missing, and the one
+    that all use stays."""
+    pool = layers(200)
+    before = [layer.clone() for layer in pool]
+    link = LateLink(BlockPages(pool), 0)
+    file_bytes = HEADER_BYTES + link.pages.block_bytes
+    limit = 40 * file_bytes
+    stores = [in_directory(tmp_path, link, 4, limit) for _ in range(3)]
+    transfer(stores[0], saves={b"shared": 150})
+    until_written(stores[0])
+    most, num_missing = 0, 0
+    for number in range(40):
+        for own, store in enumerate(stores):
+            block = 3 * number + own + 1
+            transfer(store, saves={bytes([own, number]): block})
+            until_written(store)
+            store._files._sweep.result(20)
+            other = max(0, number - 12)
+            transfer(store, loads={number: {b"shared": 160, bytes([(own + 1) % 3, other]): 170}})
+            is_loaded = until_known(store, number)
+            num_missing += not is_loaded[1]
+            expected = [150, 3 * other + (own + 1) % 3 + 1]
+            for there, was, is_there in zip((160, 170), expected, is_loaded, strict=True):
+                assert not is_there or all(
+                    torch.equal(new[there], old[was]) for new, old in zip(pool, before, strict=True)
+                )
+            assert is_loaded[0]
+        most = max(most, sum(file.stat().st_size for file in folder_in(tmp_path).iterdir()))
+    assert 0.7 * limit < most <= limit + 3 * (limit // 16)
+    assert num_missing
+    for store in stores:
+        store.close()
 
 
 def test_a_spec_has_its_bytes() -> None:

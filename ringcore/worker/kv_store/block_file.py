@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import os
 import struct
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
-__all__ = ["HEADER_BYTES", "read_block", "write_block"]
+__all__ = ["HEADER_BYTES", "Found", "read_block", "write_block"]
+
+Found = Literal["whole", "missing", "broken"]
 
 _MAGIC = b"rckv\x00\x00\x00\x01"
 HEADER_BYTES = len(_MAGIC) + 8 + 32
@@ -38,29 +42,37 @@ def write_block(path: Path, temporary: Path, name: bytes, contents: memoryview) 
         raise
 
 
-def read_block(path: Path, name: bytes, out: memoryview) -> bool:
-    """Whether `out` has the block's bytes now; if not it has any bytes. The file counts as used just now."""
+def read_block(path: Path, name: bytes, out: memoryview) -> Found:
+    """What the file is: "whole", and `out` has the block's bytes now; "broken", or "missing", and `out` has any bytes.
+    A whole file counts as used just now."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return "missing"
     except OSError:
-        return False
+        return "broken"
     try:
-        if os.fstat(file).st_size != HEADER_BYTES + len(out):
-            return False
-        header, at = os.read(file, HEADER_BYTES), 0
-        while at < len(out):
-            count = os.preadv(file, [out[at:]], HEADER_BYTES + at)
-            if not count:
-                return False
-            at += count
-        if header != _header(name, out):
-            return False
-        os.utime(file)
+        if not _read(file, name, out):
+            return "broken"
+        with suppress(OSError):  # a file of another user
+            os.utime(file)
     except OSError:
-        return False
+        return "broken"
     finally:
         os.close(file)
-    return True
+    return "whole"
+
+
+def _read(file: int, name: bytes, out: memoryview) -> bool:
+    if os.fstat(file).st_size != HEADER_BYTES + len(out):
+        return False
+    header, at = os.read(file, HEADER_BYTES), 0
+    while at < len(out):
+        count = os.preadv(file, [out[at:]], HEADER_BYTES + at)
+        if not count:
+            return False
+        at += count
+    return header == _header(name, out)
 
 
 def _header(name: bytes, contents: memoryview) -> bytes:

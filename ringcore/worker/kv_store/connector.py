@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ringcore.protocol.stored_kv import KVTransfers
+from ringcore.protocol.stored_kv import KVTransfers, LevelCounts
 
 __all__ = ["KVConnector"]
 
@@ -50,8 +50,12 @@ class KVConnector(ABC):
         """The results of loads with lower numbers are not asked for again."""
 
     @abstractmethod
+    def counts(self) -> LevelCounts:
+        """What came of loads and saves since the start, by level."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Waits for copies, and frees everything. Idempotent."""
+        """Waits for copies, never for long for anything else, and frees everything. Idempotent."""
 
     @torch.inference_mode()
     def transfer(self, transfers: KVTransfers) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ringcore.protocol.stored_kv import LevelCounts
 from ringcore.worker.kv_store.connector import KVConnector
 from ringcore.worker.kv_store.host_blocks import HostBlocks
 from ringcore.worker.memory.block_link import BlockLink
@@ -19,6 +20,7 @@ class MemoryConnector(KVConnector):
     def __init__(self, link: BlockLink, places: HostBlocks) -> None:
         self._link, self._places = link, places
         self._place_of: dict[bytes, int] = {}
+        self._num_loaded = 0
         self._loads: dict[int, tuple[Any, list[bool]]] = {}  # a token, None where nothing is copied; and the result
 
     def held(self) -> list[bytes]:
@@ -38,6 +40,7 @@ class MemoryConnector(KVConnector):
     def load(self, number: int, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
         places = [self._place_of.get(name) for name in names]
         found = [(self._places[place], id_) for place, id_ in zip(places, block_ids, strict=True) if place is not None]
+        self._num_loaded += len(found)
         token = self._link.load(*zip(*found, strict=True)) if found else None
         self._loads[number] = token, [place is not None for place in places]
 
@@ -50,6 +53,9 @@ class MemoryConnector(KVConnector):
     def forget_results(self, before: int) -> None:
         for number in [number for number in self._loads if number < before]:
             del self._loads[number]
+
+    def counts(self) -> LevelCounts:
+        return LevelCounts(memory_loaded_bytes=self._num_loaded * self._link.pages.block_bytes)
 
     def close(self) -> None:
         self._link.finish()
