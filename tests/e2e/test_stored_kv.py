@@ -86,10 +86,9 @@ def test_a_crowd_with_preemption(tiny_qwen2: str, expected: list[list[int]]) -> 
         assert stats(core).num_hit_tokens
 
 
-@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_two_ranks(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path, kind: str) -> None:
+def test_two_ranks(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -> None:
     """In a directory, where one rank has lost a file: then no rank has the block."""
-    two = {"executor": "multiproc", kind: 2, **files_in(tmp_path)}
+    two = {"executor": "multiproc", "tensor_parallel_size": 2, **files_in(tmp_path)}
     with make_core(tiny_qwen2, **OPTIONS | SMALL | two) as core:
         assert one_by_one(core, PROMPTS + LONGER[:3]) == expected[: len(PROMPTS) + 3]
         found = stats(core)
