@@ -24,6 +24,7 @@ __all__ = ["StoredKV"]
 
 NONE, MEMORY, DIRECTORY = "computed, no store", "host memory", "a directory"
 BLOCK_SIZE, NEW_TOKENS = 16, 16  # of a turn, after what was said before
+_NUM_BETWEEN = 4  # prompts that take the memory in front of a directory
 TINY = {"max_position_embeddings": 40960, "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 704}
 
 
@@ -57,7 +58,8 @@ def _conditions() -> list[str]:
     return [
         "Seconds from the arrival of a turn to its first token, alone in an engine in this process with workers of its "
         f"own and dummy weights. The turn adds {NEW_TOKENS} tokens to a prompt that the engine has computed before; "
-        "since then another one as long has taken its blocks, as the cache holds one and a half.",
+        "since then another one as long has taken its blocks, as the cache holds one and a half, and with a directory "
+        f"{_NUM_BETWEEN} more the memory in front of it.",
         "Computed: a prompt that the engine has not seen, which also evicts another one. Again: one that it has seen.",
     ]
 
@@ -102,7 +104,11 @@ class _Session:
         if store == DIRECTORY:
             directory = folder / "kv"
             directory.mkdir()
-            options["host_kv_cache_dir"] = str(directory)
+            options |= {
+                "host_kv_cache_dir": str(directory),
+                "host_kv_cache_dir_bytes": 40 * options["host_kv_cache_bytes"],
+                "host_kv_cache_bytes": options["host_kv_cache_bytes"] // 2,  # two prompts, or four in 16 bits
+            }
         self._config = EngineConfig.from_options(**options)
 
     def _bytes_a_token(self, path: Path) -> int:
@@ -116,6 +122,8 @@ class _Session:
                 first, other = self._prompt(2 * round_), self._prompt(2 * round_ + 1)
                 self._turn(core, first)
                 computed_s, _, _ = self._turn(core, other)
+                for number in range(_NUM_BETWEEN if self._store == DIRECTORY else 0):
+                    self._turn(core, self._prompt(500 + _NUM_BETWEEN * round_ + number))
                 again_s, token, num_cached = self._turn(core, first + self._prompt(900 + round_)[:NEW_TOKENS])
                 note(f"{self._store}, round {round_}: computed {computed_s:.4f} s, again {again_s:.4f} s, {num_cached}")
                 if round_:
