@@ -94,6 +94,7 @@ def test_two_ranks(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -
         found = stats(core)
         assert found.num_hit_tokens > 100
         assert found.loaded_bytes == found.num_hit_tokens // BLOCK_SIZE * BLOCK_BYTES
+        assert found.levels.memory_loaded_bytes + found.levels.directory_loaded_bytes >= found.loaded_bytes  # of both
         for file in tmp_path.rglob("*1-of-2/*.kv"):
             file.unlink()
         assert one_by_one(core, LONGER[3:5]) == expected[len(PROMPTS) + 3 : len(PROMPTS) + 5]

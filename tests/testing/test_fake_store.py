@@ -60,6 +60,11 @@ def test_turns_and_their_metrics(model_folder, without):
     assert float(lines['ringcore:stored_kv_blocks{model_name="m"}']) == found.num_blocks
     assert 'ringcore:stored_kv_failed_blocks_total{model_name="m"}' in lines
     assert 'ringcore:stored_kv_load_seconds_total{model_name="m"}' in lines
+    for level in ("memory", "directory"):
+        assert f'ringcore:stored_kv_level_loaded_bytes_total{{level="{level}",model_name="m"}}' in lines
+    assert lines['ringcore:stored_kv_lost_directories{model_name="m"}'] == "0.0"
+    assert lines['ringcore:stored_kv_unwritten_blocks_total{model_name="m"}'] == "0.0"
+    assert lines['ringcore:stored_kv_broken_files_total{model_name="m"}'] == "0.0"
     assert make_core(make_config(model_folder, **OPTIONS)).step_metrics().stored_kv is None
 
 
