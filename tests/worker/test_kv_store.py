@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from ringcore.config.options import CacheConfig
+from ringcore.config.rank_layout import RankLayout
+from ringcore.errors import ConfigError
 from ringcore.kv_cache.spec import FullAttentionSpec
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.stored_kv import KVLoad, KVTransfers
@@ -27,6 +30,7 @@ from ringcore.worker.kv_store.directory_connector import DirectoryConnector
 from ringcore.worker.kv_store.directory_limit import DirectoryLimit
 from ringcore.worker.kv_store.host_blocks import HostBlocks
 from ringcore.worker.kv_store.memory_connector import MemoryConnector
+from ringcore.worker.kv_store.opening import open_connector
 from ringcore.worker.memory import cuda_blocks
 from ringcore.worker.memory.block_link import LocalBlockLink
 from ringcore.worker.memory.block_pages import BlockPages
@@ -511,15 +515,6 @@ def test_the_end_waits_for_writes_only_so_long(tmp_path: Path, disk: HungDisk, m
     assert 0.1 < time.monotonic() - began < 10
 
 
-def test_a_directory_that_hangs_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on = threading.Event()
-    monkeypatch.setattr(BlockFiles, "_open", lambda self: goes_on.wait(60))
-    link = LateLink(BlockPages(layers()), 0)
-    with pytest.raises(TimeoutError, match=r"no answer for 0.1 s"):
-        in_directory(tmp_path, link, timeout_s=0.1)
-    goes_on.set()
-
-
 def test_a_hung_thread_keeps_no_process_alive() -> None:
     """Nor does one whose work has not begun."""
     code = """
@@ -605,6 +600,53 @@ def test_engines_that_share_a_directory_keep_to_its_size(tmp_path: Path) -> None
     assert num_missing
     for store in stores:
         store.close()
+
+
+# Opening.
+
+
+def opened(root: Path, pages: BlockPages, backend: object = "", rank: int = 0, **options: Any) -> KVConnector:
+    cache = CacheConfig(host_kv_cache_bytes=1 << 20, host_kv_cache_dir=str(root), **options)
+    config: Any = SimpleNamespace(cache=cache, parallel=SimpleNamespace(layout=RankLayout.on_one_host(2)))
+    paged: Any = SimpleNamespace(block_pages=lambda: pages, backends=[backend])
+    platform: Any = SimpleNamespace(block_link=LocalBlockLink)
+    return open_connector(config, rank, paged, platform, "0" * 64, 4)
+
+
+def test_a_folder_for_each_rank_and_layout(tmp_path: Path) -> None:
+    """Also where two backends have pages of one shape, whose bytes mean something else."""
+    pages, half = BlockPages(layers()), BlockPages([layer.half() for layer in layers()])
+    for made in (
+        opened(tmp_path, pages),
+        opened(tmp_path, pages),
+        opened(tmp_path, pages, rank=1),
+        opened(tmp_path, pages, backend=0),
+        opened(tmp_path, half),
+    ):
+        made.close()
+    assert len(list((tmp_path / ("0" * 64)).iterdir())) == 4
+    assert len(list((tmp_path / ("0" * 64)).glob("*-1-of-2"))) == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = BlockPages(layers())
+    (tmp_path / ("0" * 64)).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"host_kv_cache_dir=.* cannot be used: Not a directory; give another one"):
+        opened(tmp_path, pages)
+    goes_on = threading.Event()
+    monkeypatch.setattr(BlockFiles, "_open", lambda self: goes_on.wait(60))
+    with pytest.raises(ConfigError, match=r"cannot be used: no answer for 0.1 s; give another one"):
+        opened(tmp_path, pages, host_kv_cache_dir_timeout_s=0.1)
+    goes_on.set()
+
+
+def test_a_directory_that_cannot_be_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    link = LateLink(BlockPages(layers()), 0)
+    store = in_directory(tmp_path, link)
+    store._files._limit._root = Path(os.devnull)
+    store._files._make_room()
+    assert "cannot be kept within host_kv_cache_dir_bytes" in caplog.text
+    store.close()
 
 
 def test_a_spec_has_its_bytes() -> None:

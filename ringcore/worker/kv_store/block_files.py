@@ -50,7 +50,7 @@ class BlockFiles:
             if isinstance(error, futures.TimeoutError):
                 raise TimeoutError(errno.ETIMEDOUT, f"no answer for {timeout_s:g} s") from None
             raise
-        self._sweep = self._sweepers.submit(limit.sweep)
+        self._sweep = self._sweepers.submit(self._make_room)
 
     def _open(self) -> list[bytes]:
         """-> the names of its blocks, the least recently used first."""
@@ -80,7 +80,13 @@ class BlockFiles:
         temporary = self._folder / f"{self._prefix}-{self._num_written}{TEMPORARY}"
         write_block(self._path(name), temporary, name, contents)
         if self._limit.note(self._file_bytes) and self._sweep.done():
-            self._sweep = self._sweepers.submit(self._limit.sweep)
+            self._sweep = self._sweepers.submit(self._make_room)
+
+    def _make_room(self) -> None:
+        try:
+            self._limit.sweep()
+        except OSError as error:
+            _log.warning("host_kv_cache_dir cannot be kept within host_kv_cache_dir_bytes: %s", error)
 
     def remove(self, names: Sequence[bytes]) -> None:
         """Whether there are such files or not."""
