@@ -16,7 +16,16 @@ from ringcore.chat.xml_call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_
 from ringcore.errors import InvalidRequestError
 from ringcore.grammars.json_schemas import LLGUIDANCE_ONE_LINE, LLGUIDANCE_OPTIONS, normalized_schema
 
-__all__ = ["SHARED_RULES", "CallRule", "json_call", "json_value", "literal", "xml_call"]
+__all__ = [
+    "SHARED_RULES",
+    "CallRule",
+    "arguments_object",
+    "call_rule",
+    "json_call",
+    "json_value",
+    "literal",
+    "xml_call",
+]
 
 # A tool's function {"name", "parameters"} -> the rule of a call.
 CallRule = Callable[[Mapping[str, Any]], str]
@@ -41,6 +50,26 @@ def json_value(schema: Mapping[str, Any], *, is_fixed: bool = False) -> str:
     return f"%json {json.dumps({**normalized_schema(schema), 'x-guidance': options})}"
 
 
+def call_rule(write: CallRule, function: Mapping[str, Any]) -> str:
+    """The rule of a call. Raises `InvalidRequestError` for parameters that no grammar can enforce."""
+    try:
+        return write(function)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"tools: the parameters of {function['name']!r}: {error}; change them, or let the model call as it likes",
+            field="tools",
+            value=None,
+        ) from error
+
+
+def arguments_object(function: Mapping[str, Any], *, is_fixed: bool = False) -> str:
+    """The arguments of a call as a JSON object; see `json_value`."""
+    parameters = function.get("parameters")
+    # A schema without a type allows any value, but arguments are an object.
+    schema = _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
+    return json_value(schema, is_fixed=is_fixed)
+
+
 def json_call(arguments: str) -> CallRule:
     """{"name": "f", "<arguments>": {...}}"""
     return partial(_json_call, arguments)
@@ -48,10 +77,7 @@ def json_call(arguments: str) -> CallRule:
 
 def _json_call(key: str, function: Mapping[str, Any]) -> str:
     begin = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-    parameters = function.get("parameters")
-    # A schema without a type allows any value, but arguments are an object.
-    schema = _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
-    return f"{literal(begin)} {json_value(schema, is_fixed=True)} {literal('}')}"
+    return f"{literal(begin)} {arguments_object(function, is_fixed=True)} {literal('}')}"
 
 
 def xml_call(function: Mapping[str, Any]) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 from ringcore.chat.call_rules import json_call, xml_call
 from ringcore.chat.json_call import JsonCall
-from ringcore.chat.reasoning import CLOSE, OPEN, ReasoningSyntax
+from ringcore.chat.reasoning import ReasoningSyntax
+from ringcore.chat.syntax import OutputSyntax
+from ringcore.chat.tagged import TaggedSyntax
 from ringcore.chat.tool_parser import CallSyntax
 from ringcore.chat.xml_call import FUNCTION, XmlCall
 from ringcore.errors import ConfigError
@@ -54,12 +56,15 @@ class ChatFormat:
     reasoning: str | None = None
 
     @property
+    def syntax(self) -> OutputSyntax:
+        calls = None if self.tool_calls is None else TOOL_CALL_FORMATS[self.tool_calls]
+        reasoning = None if self.reasoning is None else REASONING_FORMATS[self.reasoning]
+        return TaggedSyntax(calls, reasoning)
+
+    @property
     def markers(self) -> frozenset[str]:
         """The texts that a parser of this format must see, even where they are special tokens of the model."""
-        calls = None if self.tool_calls is None else TOOL_CALL_FORMATS[self.tool_calls]
-        of_calls = () if calls is None else (*calls.openings, *calls.unopened, calls.closing)
-        of_reasoning = () if self.reasoning is None else (OPEN, CLOSE)
-        return frozenset((*of_calls, *of_reasoning)) - {""}
+        return self.syntax.markers
 
 
 def choose_format(

@@ -17,7 +17,8 @@ from typing import Literal
 
 from ringcore.chat.call_body import CallBody
 from ringcore.chat.call_rules import CallRule
-from ringcore.chat.events import ChatEvent, ContentDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from ringcore.chat.call_stream import CallStream
+from ringcore.chat.events import ChatEvent, ContentDelta
 from ringcore.chat.markers import TextRun, find_first, partial_marker_length
 from ringcore.chat.tools import ToolSchemas
 
@@ -51,7 +52,7 @@ class ToolCallParser:
     def __init__(self, syntax: CallSyntax | None, tools: ToolSchemas, new_id: Callable[[], str]) -> None:
         self._syntax = None if tools.is_empty else syntax
         self._tools = tools
-        self._new_id = new_id
+        self._calls = CallStream(new_id)
         self._markers = (*self._syntax.openings, *self._syntax.unopened) if self._syntax else ()
         is_bare = self._syntax is not None and bool(self._syntax.bare)
         self._state: Literal["text", "bare", "call", "closing"] = "bare" if is_bare else "text"
@@ -59,10 +60,6 @@ class ToolCallParser:
         self._run = TextRun()
         self._gap: list[str] = []  # whitespace and a separator before a possible call or closing marker
         self._may_separate = False
-        self._body: CallBody | None = None
-        self._raw: list[str] = []  # the call's text as the model wrote it, including its marker
-        self._index = -1  # of the last call
-        self._is_started = False  # whether the current call's start event was emitted
 
     def begin_after_marker(self) -> None:
         """The following text comes after a marker of another parser."""
@@ -83,9 +80,8 @@ class ToolCallParser:
         pending, self._pending = self._pending, ""
         match self._state:
             case "call":
-                self._raw.append(pending)
-                self._break_off(events)
-            case "bare" if pending or self._index < 0:
+                self._break_off(events, pending)
+            case "bare" if pending or not self._calls.has_called:
                 self._add_content("".join([*self._gap, pending]), events)
             case "text":
                 self._add_content(pending, events)
@@ -134,17 +130,12 @@ class ToolCallParser:
         return True
 
     def _in_call(self, events: list[ChatEvent]) -> bool:
-        body = self._body
-        assert body is not None
-        position = body.scan(self._pending)
-        self._raw.append(self._pending[:position])
+        position = self._calls.feed(self._pending, events, self._run.release)
         self._pending = self._pending[position:]
-        if body.name is not None:
-            self._emit_call(body, body.name, events)
-        if body.is_complete:
-            self._end_call(events)
+        if self._calls.is_complete:
+            self._end_call()
             return True
-        if body.is_broken:
+        if self._calls.is_broken:
             self._break_off(events)
             self._state = "text"
             return True
@@ -179,30 +170,18 @@ class ToolCallParser:
 
     def _begin_call(self, raw: list[str]) -> None:
         assert self._syntax is not None
-        self._body, self._raw, self._is_started = self._syntax.body(self._tools), raw, False
+        self._calls.begin(self._syntax.body(self._tools), raw)
         self._state = "call"
 
-    def _emit_call(self, body: CallBody, name: str, events: list[ChatEvent]) -> None:
-        if not self._is_started:
-            self._is_started = True
-            self._index += 1
-            self._raw.insert(0, self._run.release())
-            events.append(ToolCallStart(self._index, self._new_id(), name))
-        if arguments := body.take_arguments():
-            events.append(ToolCallArguments(self._index, arguments))
-
-    def _end_call(self, events: list[ChatEvent]) -> None:
+    def _end_call(self) -> None:
         assert self._syntax is not None
-        events.append(ToolCallEnd(self._index, is_complete=True))
-        self._raw, self._gap, self._may_separate = [], [], bool(self._syntax.separator)
+        self._gap, self._may_separate = [], bool(self._syntax.separator)
         self._run.begin_after_marker()
         self._state = "closing" if self._syntax.closing else "bare"
 
-    def _break_off(self, events: list[ChatEvent]) -> None:
-        """Ends an invalid or incomplete call: its text becomes content."""
-        raw = "".join(self._raw)
-        if self._is_started:
-            events.append(ToolCallEnd(self._index, is_complete=False, text=raw))
+    def _break_off(self, events: list[ChatEvent], rest: str = "") -> None:
+        raw = self._calls.break_off(events, rest)
+        if raw is None:
             self._run = TextRun()
         else:
             self._add_content(raw, events)

@@ -95,6 +95,6 @@ def test_no_text_is_looked_at_twice(chat_format, begin, unit):
     parser = ChatParser(chat_format, TOOLS)
     for character in begin + unit * 400:
         parser.feed(character)
-        assert len(parser._content._pending) <= 16
-        assert len(parser._reasoning._pending) <= 24
+        assert len(parser._parser._content._pending) <= 16
+        assert len(parser._parser._reasoning._pending) <= 24
     parser.finish()
