@@ -22,7 +22,8 @@ QWEN3 = ChatFormat("hermes", "qwen3")
 LLAMA = ChatFormat("llama3_json")
 CODER = ChatFormat("qwen3_coder")
 R1 = ChatFormat(None, "deepseek_r1")
-FORMATS = [HERMES, QWEN3, LLAMA, CODER, R1, ChatFormat("llama3_json", "deepseek_r1"), ChatFormat()]
+HARMONY = ChatFormat("harmony", "harmony")
+FORMATS = [HERMES, QWEN3, LLAMA, CODER, R1, ChatFormat("llama3_json", "deepseek_r1"), ChatFormat(), HARMONY]
 
 WEATHER = '{"city": "Zürich", "days": 3}'
 HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n</tool_call>"
@@ -31,6 +32,8 @@ CODER_CALL = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n"
     "</parameter>\n</function>\n</tool_call>"
 )
+HARMONY_CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WEATHER}<|call|>"
+NEXT = "<|start|>assistant"
 
 
 def tool(name, **properties):
