@@ -12,7 +12,6 @@ from ringcore.batch.journal import Record
 from ringcore.batch.lines import InputLine, Outcome, seed_of_line
 from ringcore.errors import InvalidRequestError, RingcoreError, UnknownOptionError, unknown_option
 from ringcore.front_end.output_stream import OutputStream
-from ringcore.openai_api.conversations import text_messages
 from ringcore.openai_api.errors import ApiError
 from ringcore.openai_api.served_model import ServedModel
 from ringcore.params.outputs import CompletionOutput, RequestOutput
@@ -127,9 +126,8 @@ def _outputs(model: ServedModel, given: Mapping[str, Any], params: SamplingParam
     messages = given["messages"]
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise InvalidRequestError("messages: give a list of objects with role and content", field="messages")
-    model.check_messages(messages)
     common |= {name: given[name] for name in _OF_CHATS if name in given}
-    return model.engine.chat(text_messages(messages), params, **common)
+    return model.engine.chat(model.template_messages(messages), params, **common)
 
 
 def _token_id(text: str) -> int:

@@ -11,12 +11,13 @@ stops at `<|call|>` and `<|return|>`, so an output has at most one call. Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ringcore.chat.call_rules import arguments_object, call_rule, literal
 from ringcore.chat.harmony_header import CALL, CHANNEL, CHANNELS, CONSTRAIN, END, MARKERS, MESSAGE, RETURN, START
+from ringcore.chat.harmony_history import harmony_history
 from ringcore.chat.harmony_parser import HarmonyParser
 from ringcore.chat.reasoning import PromptReasoning
 from ringcore.chat.syntax import AnswerForm, Marks, OutputSyntax
@@ -46,6 +47,9 @@ class HarmonySyntax(OutputSyntax):
     @property
     def stops(self) -> frozenset[str]:
         return frozenset((CALL, RETURN))
+
+    def history(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return harmony_history(messages)
 
     def parser(self, tools: ToolSchemas, prompt_end: str, new_id: Callable[[], str]) -> HarmonyParser:
         return HarmonyParser(tools if self.has_calls else ToolSchemas([]), _message_of_prompt(prompt_end), new_id)

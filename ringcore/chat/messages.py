@@ -6,18 +6,25 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ringcore.chat.formats import ChatFormat
 from ringcore.errors import InvalidRequestError
 
 __all__ = ["to_template_messages"]
 
 
-def to_template_messages(messages: Sequence[Any]) -> list[Any]:
+def to_template_messages(messages: Sequence[Any], template_format: ChatFormat | None = None) -> list[Any]:
     """Joins text parts of content into one text, and parses tool call arguments, sent as JSON text, into objects.
+
+    template_format: what `choose_format` finds in the chat template, if that matters. gpt-oss's has one call per
+    message, and reasoning under the name "thinking", where others read "reasoning_content".
 
     Everything else stays unchanged: `Tokenizer.apply_chat_template` checks the messages' shape. Raises
     `InvalidRequestError` for a part that is not text, and for arguments that are not a JSON object.
     """
-    return [_converted(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    converted = [_converted(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if template_format is None or not all(isinstance(message, dict) for message in converted):
+        return converted
+    return template_format.syntax.history(converted)
 
 
 def _converted(message: Any, field: str) -> Any:

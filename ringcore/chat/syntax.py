@@ -77,6 +77,10 @@ class OutputSyntax(ABC):
         """The markers that end an output, whether or not the model's files have them among its end-of-text tokens."""
         return frozenset()
 
+    def history(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as this format's chat templates expect them."""
+        return list(messages)
+
     @abstractmethod
     def parser(self, tools: ToolSchemas, prompt_end: str, new_id: Callable[[], str]) -> OutputParser: ...
 

@@ -41,14 +41,14 @@ class Chat:
     num_prompts = 1
 
     def __init__(self, model: ServedModel, body: ChatCompletionRequest, answer_id: str | None = None) -> None:
-        model.check_messages(body.messages)
+        self._messages = model.template_messages(body.messages)
         model.check_n(body.num_completions)
         model.check_logprobs("top_logprobs", body.top_logprobs)
         model.check_logprobs("prompt_logprobs", body.prompt_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequestError("top_logprobs: only of use with logprobs=true", field="top_logprobs")
         self._model, self._body = model, body
-        self._messages, self._tools = body.text_messages(), body.request_tools()
+        self._tools, self._template_kwargs = body.request_tools(), body.template_kwargs()
         self._form = body.text_form()
         self._parsing = RequestParsing(
             model.engine.get_tokenizer(),
@@ -65,9 +65,18 @@ class Chat:
             logprobs=self._num_top if body.logprobs else None,
             output_kind="delta" if body.stream else "final",
             skip_special_tokens=self._parsing.skip_special_tokens,
+            stop_token_ids=self._stop_token_ids(),
         )
         self._answer = Answer.of("chatcmpl", model.name(body.model), answer_id)
         self.n = self._params.n
+
+    def _stop_token_ids(self) -> list[int]:
+        """The client's, and those by which an output of the format ends, where the model's files do not name them."""
+        given = self._body.stop_token_ids or []
+        if self._body.ignore_eos:
+            return given
+        eos_token_ids = self._model.engine.config.model.spec.eos_token_ids
+        return given + [token_id for token_id in self._parsing.stop_token_ids if token_id not in eos_token_ids]
 
     async def whole(self) -> ChatCompletionResponse:
         last: RequestOutput | None = None
@@ -144,7 +153,7 @@ class Chat:
             cache_salt=body.cache_salt,
             add_generation_prompt=body.add_generation_prompt,
             tools=self._tools.shown,
-            chat_template_kwargs=body.chat_template_kwargs,
+            chat_template_kwargs=self._template_kwargs,
         )
         await self._model.consume(outputs, take, self._form_field)
 
@@ -167,7 +176,7 @@ class Chat:
     async def _prompt_end(self) -> str:
         body = self._body
         conversation = conversation_json(
-            self._messages, body.add_generation_prompt, self._tools.shown, body.chat_template_kwargs
+            self._messages, body.add_generation_prompt, self._tools.shown, self._template_kwargs
         )
         answer = await self._model.engine.run_text_job(RenderChat(conversation, PROMPT_END_CHARS))
         assert isinstance(answer, Rendered)

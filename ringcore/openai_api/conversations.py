@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, WithJsonSchema
 
-from ringcore.chat import to_template_messages
+from ringcore.chat import ChatFormat, to_template_messages
 from ringcore.errors import InvalidRequestError
 
 __all__ = ["Message", "RequestTools", "Tool", "request_tools", "text_messages"]
@@ -108,12 +108,12 @@ def _check_parameters(where: str, schema: dict[str, Any] | None) -> None:
         raise _bad(f"{where}.required", "give a list of names of arguments")
 
 
-def text_messages(messages: list[Message]) -> list[Message]:
-    """The messages with content as one text each and tool call arguments as objects, as chat templates expect. Raises
-    `InvalidRequestError`."""
+def text_messages(messages: list[Message], template_format: ChatFormat) -> list[Message]:
+    """The messages with content as one text each and tool call arguments as objects, as chat templates of this format
+    expect. Raises `InvalidRequestError`."""
     for i, message in enumerate(messages):
         _check_message(f"messages[{i}]", message)
-    return to_template_messages([_without_empty_fields(message) for message in messages])
+    return to_template_messages([_without_empty_fields(message) for message in messages], template_format)
 
 
 def _check_message(where: str, message: Message) -> None:

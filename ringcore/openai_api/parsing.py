@@ -86,12 +86,17 @@ class RequestParsing:
             must_call=self._tools.must_call,
             is_parallel=self._is_parallel,
             prompt_end=prompt_end,
-            marker_ids=self._marker_ids(),
+            marker_ids=self._single_tokens(self._format.markers),
         )
 
-    def _marker_ids(self) -> dict[str, int]:
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The tokens that end an output in this format."""
+        return sorted(self._single_tokens(self._format.stops).values())
+
+    def _single_tokens(self, markers: frozenset[str]) -> dict[str, int]:
         """Token ids of the markers that are a single token."""
-        ids = {marker: self._tokenizer.encode(marker, add_special_tokens=False) for marker in self._format.markers}
+        ids = {marker: self._tokenizer.encode(marker, add_special_tokens=False) for marker in markers}
         return {marker: of[0] for marker, of in ids.items() if len(of) == 1}
 
 

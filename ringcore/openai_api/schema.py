@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from ringcore.errors import InvalidRequestError
-from ringcore.openai_api.conversations import Message, RequestTools, Tool, request_tools, text_messages
+from ringcore.openai_api.conversations import Message, RequestTools, Tool, request_tools
 from ringcore.openai_api.structured import Choices, ResponseFormat, StructuredOutputs, TextForm
 from ringcore.params.sampling_params import SamplingParams
 
@@ -163,6 +163,7 @@ class ChatCompletionRequest(SamplingRequest):
     tools: list[Tool] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
     # Refused, except for neutral values.
     functions: list[dict[str, Any]] | None = None
     function_call: StrictStr | dict[str, Any] | None = None
@@ -175,11 +176,19 @@ class ChatCompletionRequest(SamplingRequest):
             "modalities": (["text"],),
         }
 
-    def text_messages(self) -> list[dict[str, Any]]:
-        return text_messages(self.messages)
-
     def request_tools(self) -> RequestTools:
         return request_tools(self.tools, self.tool_choice)
+
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """The variables for the chat template. Raises `InvalidRequestError` for one that is given twice."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        given = self.chat_template_kwargs or {}
+        if "reasoning_effort" in given:
+            raise InvalidRequestError(
+                "reasoning_effort: chat_template_kwargs gives it too; leave one out", field="reasoning_effort"
+            )
+        return given | {"reasoning_effort": self.reasoning_effort}
 
 
 class TokenizeRequest(BaseModel):

@@ -16,6 +16,7 @@ from ringcore.errors import InvalidRequestError, UnknownOptionError
 from ringcore.front_end.output_stream import OutputStream
 from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.openai_api.answers import PromptTokensDetails, UsageInfo
+from ringcore.openai_api.conversations import Message, text_messages
 from ringcore.openai_api.errors import ApiError
 from ringcore.openai_api.structured import name_field
 from ringcore.params.outputs import CompletionOutput, RequestOutput
@@ -46,7 +47,9 @@ class ServedModel:
     ) -> None:
         self.engine, self.names = engine, names
         self.max_model_len = engine.ready.max_model_len
-        self.chat_format = choose_format(engine.get_tokenizer().chat_template, tool_call_parser, reasoning_parser)
+        chat_template = engine.get_tokenizer().chat_template
+        self.chat_format = choose_format(chat_template, tool_call_parser, reasoning_parser)
+        self._template_format = choose_format(chat_template)
         self._max_n, self._observe = max_n, observe
 
     def observed_by(self, observe: Observe) -> ServedModel:
@@ -64,15 +67,18 @@ class ServedModel:
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return asked
 
-    def check_messages(self, messages: Sequence[object]) -> None:
-        """Each message has at least one token, so there cannot be more than max_model_len; checked first, since 100,000
-        messages would block the event loop for a third of a second."""
+    def template_messages(self, messages: list[Message]) -> list[Message]:
+        """The messages as the model's chat template expects them. Raises `InvalidRequestError`.
+
+        Each has at least one token, so there cannot be more than max_model_len; checked first, since 100,000 messages
+        would block the event loop for a third of a second."""
         if len(messages) > self.max_model_len:
             raise InvalidRequestError(
                 f"messages: there are {len(messages)}, and max_model_len is {self.max_model_len} tokens; send fewer",
                 field="messages",
                 value=len(messages),
             )
+        return text_messages(messages, self._template_format)
 
     def check_n(self, n: int) -> None:
         _check_bounds("n", n, 1, self._max_n, "max_n")

@@ -7,7 +7,7 @@ from typing import Any
 from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.errors import InvalidRequestError
 from ringcore.front_end.tokenization.text_jobs import Decode, EncodeChat, Encoded, Rendered, TextJob
-from ringcore.openai_api.conversations import request_tools, text_messages
+from ringcore.openai_api.conversations import request_tools
 from ringcore.openai_api.schema import DetokenizeRequest, TokenizeRequest
 from ringcore.serve.service import Service
 
@@ -37,14 +37,14 @@ def _job(service: Service, body: TokenizeRequest) -> TextJob:
             body.prompt, body.add_special_tokens is not False, return_token_texts=wants_texts
         )
     assert body.messages is not None
-    service.model.check_messages(body.messages)
+    messages = service.model.template_messages(body.messages)
     if body.add_special_tokens:
         raise InvalidRequestError(
             "add_special_tokens: the chat template writes a conversation's special tokens; leave it out",
             field="add_special_tokens",
         )
     conversation = conversation_json(
-        text_messages(body.messages),
+        messages,
         body.add_generation_prompt,
         request_tools(body.tools).shown,
         body.chat_template_kwargs,

@@ -1,6 +1,6 @@
 import pytest
 
-from ringcore.chat import to_template_messages
+from ringcore.chat import ChatFormat, to_template_messages
 from ringcore.errors import InvalidRequestError
 
 
@@ -48,3 +48,45 @@ def test_what_cannot_be_converted(message, match):
     with pytest.raises(InvalidRequestError, match=match) as caught:
         to_template_messages([{"role": "user", **message}])
     assert caught.value.details["field"].startswith("messages[0].")
+
+
+HARMONY = ChatFormat("harmony", "harmony")
+
+
+def said(**fields):
+    return {"role": "assistant", "content": "", **fields}
+
+
+def test_reasoning_has_the_name_of_the_template():
+    messages = [said(content="ok", reasoning_content="hm"), said(reasoning_content="")]
+    assert to_template_messages(messages, HARMONY) == [said(content="ok", thinking="hm"), said()]
+    for other in (None, ChatFormat("hermes", "qwen3"), ChatFormat(None, "deepseek_r1")):
+        assert to_template_messages(messages, other) == messages
+    before_call = said(content="I look.", reasoning_content="hm", tool_calls=[call("{}")])
+    assert to_template_messages([before_call], HARMONY) == [said(thinking="hm\nI look.", tool_calls=[call({})])]
+    assert to_template_messages([said(content="I look.", tool_calls=[call("{}")])], HARMONY) == [
+        said(content="I look.", tool_calls=[call({})])
+    ]
+
+
+def test_a_call_has_a_message_of_its_own_where_the_template_writes_one():
+    def result(name, content):
+        return {"role": "tool", "content": content} | ({} if name is None else {"tool_call_id": name})
+
+    first, second = call("{}") | {"id": "a"}, call("{}") | {"id": "b"}
+    messages = [
+        said(reasoning_content="hm", tool_calls=[first, second]),
+        *(result("b", "2"), result(None, "?"), result("a", "1")),
+        {"role": "user", "content": "x"},
+    ]
+    parsed = call({})
+    assert to_template_messages(messages, HARMONY) == [
+        said(thinking="hm", tool_calls=[parsed | {"id": "a"}]),
+        result("a", "1"),
+        said(tool_calls=[parsed | {"id": "b"}]),
+        result("b", "2"),
+        result(None, "?"),
+        {"role": "user", "content": "x"},
+    ]
+    assert to_template_messages(["x", {"tool_calls": [3, {"function": 4}]}], HARMONY)[0] == "x"
+    assert len(to_template_messages([{"tool_calls": [3, {"function": 4}]}], HARMONY)) == 2

@@ -68,16 +68,26 @@ class EchoMultiproc(MultiprocExecutor):
         super().__init__(config, worker_factory="echo_model:create_worker")
 
 
-def serve_echo(folder: Path, marks: str, special: tuple[str, ...] = (), plain: tuple[str, ...] = (), **options):
-    """A service of this model, whose template has `marks`; special, plain: markers that are one token."""
-    _make_folder(folder, marks, special, plain)
+def serve_echo(
+    folder: Path,
+    marks: str,
+    special: tuple[str, ...] = (),
+    plain: tuple[str, ...] = (),
+    eos: str = "<|end|>",
+    **options,
+):
+    """A service of this model, whose template has `marks`; special, plain: markers that are one token; eos: the text of
+    the end-of-text token."""
+    _make_folder(folder, marks, special, plain, eos)
     engine_options = {"executor": EchoMultiproc, "max_model_len": MAX_MODEL_LEN}
     running: RunningService = served(str(folder), engine_options, **options)
     return running
 
 
-def _make_folder(folder: Path, marks: str, special: tuple[str, ...], plain: tuple[str, ...]) -> None:
+def _make_folder(folder: Path, marks: str, special: tuple[str, ...], plain: tuple[str, ...], eos: str) -> None:
     make_model_folder(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((folder / name).read_text().replace("<|end|>", eos))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (SAY, SAID, *special)])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in plain])
