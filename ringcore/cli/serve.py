@@ -55,10 +55,10 @@ def serve(
         list[str] | None, typer.Option(help="an origin whose pages may call the service, or '*' for any")
     ] = None,
     tool_call_parser: Annotated[
-        str, typer.Option(help="the format of the model's calls: hermes, llama3_json, qwen3_coder, none, or auto")
+        str, typer.Option(help="format of the model's calls: hermes, llama3_json, qwen3_coder, harmony, none, auto")
     ] = "auto",
     reasoning_parser: Annotated[
-        str, typer.Option(help="the format of the model's reasoning: qwen3, deepseek_r1, none, or auto")
+        str, typer.Option(help="format of the model's reasoning: qwen3, deepseek_r1, harmony, none, auto")
     ] = "auto",
     data_parallel_size: Annotated[
         int, typer.Option(min=1, help="engines behind the port, each on devices of its own")

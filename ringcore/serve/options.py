@@ -35,9 +35,9 @@ class ServiceOptions:
         ("10.0.0.0/8"), or "*" for all. Default: all; `ringcore serve` then computes a list unless there are keys.
     allowed_origins: pages of these origins ("https://example.com", or "*" for all) may call the service from a browser,
         in addition to the service's own. Requests with another Origin are answered 403.
-    tool_call_parser, reasoning_parser: the format of the model's tool calls, and of its reasoning: a key of
-        `ringcore.chat.TOOL_CALL_FORMATS` and of `REASONING_FORMATS`. "auto" detects it from the chat template; with
-        None nothing is parsed, and requests with tools are refused.
+    tool_call_parser, reasoning_parser: the format of the model's tool calls, and of its reasoning: one of
+        `ringcore.chat.TOOL_CALL_FORMATS` and of `REASONING_FORMATS`, "harmony" for both. "auto" detects it from the
+        chat template; with None nothing is parsed, and requests with tools are refused.
     """
 
     served_model_names: tuple[str, ...] = ()

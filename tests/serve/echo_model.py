@@ -68,12 +68,15 @@ class EchoMultiproc(MultiprocExecutor):
         super().__init__(config, worker_factory="echo_model:create_worker")
 
 
+_EOS_TEXT = "<|end|>"  # of the fake model
+
+
 def serve_echo(
     folder: Path,
     marks: str,
     special: tuple[str, ...] = (),
     plain: tuple[str, ...] = (),
-    eos: str = "<|end|>",
+    eos: str = _EOS_TEXT,
     **options,
 ):
     """A service of this model, whose template has `marks`; special, plain: markers that are one token; eos: the text of
@@ -84,10 +87,12 @@ def serve_echo(
     return running
 
 
-def _make_folder(folder: Path, marks: str, special: tuple[str, ...], plain: tuple[str, ...], eos: str) -> None:
+def _make_folder(
+    folder: Path, marks: str, special: tuple[str, ...], plain: tuple[str, ...], eos: str = _EOS_TEXT
+) -> None:
     make_model_folder(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((folder / name).read_text().replace("<|end|>", eos))
+        (folder / name).write_text((folder / name).read_text().replace(_EOS_TEXT, eos))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (SAY, SAID, *special)])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in plain])
