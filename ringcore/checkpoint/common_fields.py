@@ -9,14 +9,9 @@ from ringcore.checkpoint.model_file import path_exists
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.safetensors_header import DTYPE_NAMES, TensorIndex
 
-__all__ = ["read_bos_token_id", "read_dtype", "read_eos_token_ids", "refuse_quantized"]
+__all__ = ["read_bos_token_id", "read_dtype", "read_eos_token_ids"]
 
 _DTYPES = ("float32", "float16", "bfloat16")  # that a model is computed in
-
-
-def refuse_quantized(config: Metadata) -> None:
-    if "quantization_config" in config:
-        raise config.error("quantization_config", "is present: quantized safetensors are not read; a .gguf file is")
 
 
 def read_dtype(config: Metadata, files: ModelFiles) -> str:

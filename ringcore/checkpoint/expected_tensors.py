@@ -12,13 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ringcore.checkpoint.family import Families, Family
 from ringcore.checkpoint.gguf_header import read_gguf_header
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
-from ringcore.checkpoint.matrix_tensors import BIAS, DENSE
+from ringcore.checkpoint.matrix_tensors import BIAS, DENSE, MatrixTensor
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import ModelSpec
-from ringcore.checkpoint.safetensors_header import TensorIndex
+from ringcore.checkpoint.quantization import OnLoadFormat
+from ringcore.checkpoint.quantization.contents import check_contents
+from ringcore.checkpoint.safetensors_header import DTYPE_BYTES, TensorIndex
 from ringcore.errors import ModelLoadError
 
-__all__ = ["and_more", "check_checkpoint", "check_tensors", "expected_tensors", "is_dispensable", "num_parameters"]
+__all__ = [
+    "and_more",
+    "check_checkpoint",
+    "check_tensors",
+    "expected_tensors",
+    "is_dispensable",
+    "matrices",
+    "num_parameters",
+    "quantized_bytes",
+]
 
 Shape = tuple[int, ...]
 
@@ -41,30 +52,57 @@ def expected_tensors(spec: ModelSpec, family: Family) -> dict[str, Shape]:
     """The shape of every tensor, by its Hugging Face name. family: of `spec.architecture`."""
     table = (spec.vocab_size, spec.hidden_size)
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": table, "model.norm.weight": (spec.hidden_size,)}
-    if not spec.tie_word_embeddings:
-        tensors["lm_head.weight"] = table
-    of_layer = dict(_of_layer(spec, family))
+    norms = dict(_norms_of_layer(spec, family))
     for layer in range(spec.num_layers):
-        tensors.update((f"model.layers.{layer}.{name}", shape) for name, shape in of_layer.items())
+        tensors.update((f"model.layers.{layer}.{name}", shape) for name, shape in norms.items())
+    for matrix, size, has_bias in matrices(spec):
+        for tensor in (*_tensors_of(spec, matrix), BIAS) if has_bias else _tensors_of(spec, matrix):
+            tensors[f"{matrix}.{tensor.suffix}"] = tensor.shape(*size)
     return tensors
 
 
-def _of_layer(spec: ModelSpec, family: Family) -> Iterator[tuple[str, Shape]]:
+def matrices(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """(name, (outputs, inputs), whether it has a bias) of every matrix but the embedding and a head tied to it."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    for name, (num_outputs, num_inputs), has_bias in (
-        ("self_attn.q_proj", (heads, hidden), spec.attention_bias),
-        ("self_attn.k_proj", (kv_heads, hidden), spec.attention_bias),
-        ("self_attn.v_proj", (kv_heads, hidden), spec.attention_bias),
-        ("self_attn.o_proj", (hidden, heads), spec.attention_out_bias),
-        ("mlp.gate_proj", (inner, hidden), spec.mlp_bias),
-        ("mlp.up_proj", (inner, hidden), spec.mlp_bias),
-        ("mlp.down_proj", (hidden, inner), spec.mlp_bias),
-    ):
-        for tensor in (*DENSE, BIAS) if has_bias else DENSE:
-            yield f"{name}.{tensor.suffix}", tensor.shape(num_outputs, num_inputs)
+    if not spec.tie_word_embeddings:
+        yield "lm_head", (spec.vocab_size, hidden), False
+    for layer in range(spec.num_layers):
+        for name, size, has_bias in (
+            ("self_attn.q_proj", (heads, hidden), spec.attention_bias),
+            ("self_attn.k_proj", (kv_heads, hidden), spec.attention_bias),
+            ("self_attn.v_proj", (kv_heads, hidden), spec.attention_bias),
+            ("self_attn.o_proj", (hidden, heads), spec.attention_out_bias),
+            ("mlp.gate_proj", (inner, hidden), spec.mlp_bias),
+            ("mlp.up_proj", (inner, hidden), spec.mlp_bias),
+            ("mlp.down_proj", (hidden, inner), spec.mlp_bias),
+        ):
+            yield f"model.layers.{layer}.{name}", size, has_bias
+
+
+def quantized_bytes(spec: ModelSpec) -> dict[str, int]:
+    """The bytes in memory of the tensors of quantized matrices, by their names."""
+    found = {}
+    for matrix, (num_outputs, num_inputs), _ in matrices(spec):
+        form = None if spec.quantization is None else spec.quantization.format_of(matrix)
+        if isinstance(form, OnLoadFormat):
+            found[f"{matrix}.weight"] = num_outputs * form.row_bytes(num_inputs)
+            continue
+        for tensor in () if form is None else form.tensors:
+            assert tensor.dtype is not None, tensor
+            size = math.prod(tensor.shape(num_outputs, num_inputs))
+            found[f"{matrix}.{tensor.suffix}"] = size * DTYPE_BYTES[tensor.dtype]
+    return found
+
+
+def _tensors_of(spec: ModelSpec, matrix: str) -> tuple[MatrixTensor, ...]:
+    form = None if spec.quantization is None else spec.quantization.format_of(matrix)
+    return DENSE if form is None else form.tensors
+
+
+def _norms_of_layer(spec: ModelSpec, family: Family) -> Iterator[tuple[str, Shape]]:
     for norm in family.norms.of_hidden():
-        yield f"{norm}.weight", (hidden,)
+        yield f"{norm}.weight", (spec.hidden_size,)
     if family.head_norm:
         for norm in (family.norms.query, family.norms.key):
             yield f"{norm}.weight", (spec.head_dim,)
@@ -78,6 +116,8 @@ def check_checkpoint(files: ModelFiles, spec: ModelSpec, families: Families) -> 
             index = TensorIndex(files.weight_files)
             shapes = {name: entry.shape for name, entry in index.items()}
             check_tensors(expected, shapes, files.path, lambda name: index[name].file)
+            if spec.quantization is not None:
+                check_contents(index, spec.quantization)
         case "gguf":
             tensors = GGUFTensors(files.weight_files[0], families)
             check_tensors(expected, tensors.shapes, files.path, lambda _: tensors.path)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ringcore.checkpoint.quantization.rules import Quantization
+
 __all__ = ["MAX_SIZES", "TEXT_CONFIG", "AnySpec", "CommonSpec", "ModelSpec", "RopeSpec", "TransformersSpec"]
 
 # By field of `ModelSpec`: several times those of any published model. A file that claims more is broken; the limits
@@ -44,7 +46,7 @@ class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     truncate: bool = True  # yarn
 
 
-class CommonSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CommonSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     architecture: str  # as `architectures` of config.json has it
     vocab_size: int
     num_layers: int
@@ -53,9 +55,10 @@ class CommonSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
     bos_token_id: int | None
     eos_token_ids: list[int]  # any of them ends a completion
+    quantization: Quantization | None = None  # None: every matrix is dense
 
 
-class ModelSpec(CommonSpec, frozen=True, tag="native"):
+class ModelSpec(CommonSpec, frozen=True, kw_only=True, tag="native"):
     """A dense decoder-only transformer of a family in `ringcore.families`, in the units of its checkpoint."""
 
     intermediate_size: int
@@ -80,7 +83,7 @@ class ModelSpec(CommonSpec, frozen=True, tag="native"):
         return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
 
 
-class TransformersSpec(CommonSpec, frozen=True, tag="transformers"):
+class TransformersSpec(CommonSpec, frozen=True, kw_only=True, tag="transformers"):
     """A model of a type that transformers has. Its heads, layers and tensors are known once a worker has built it."""
 
     model_type: str

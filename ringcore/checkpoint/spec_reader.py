@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from ringcore.checkpoint.common_fields import read_bos_token_id, read_dtype, read_eos_token_ids, refuse_quantized
+import msgspec
+
+from ringcore.checkpoint.common_fields import read_bos_token_id, read_dtype, read_eos_token_ids
 from ringcore.checkpoint.family import Activation, BiasRule, Families, Family
 from ringcore.checkpoint.gguf_config import read_gguf_config
 from ringcore.checkpoint.gguf_header import read_gguf_header
@@ -11,6 +13,8 @@ from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import MAX_SIZES, AnySpec, CommonSpec, ModelSpec
+from ringcore.checkpoint.quantization import Quantization
+from ringcore.checkpoint.quantization.reader import read_quantization
 from ringcore.checkpoint.sliding_windows import read_windows
 from ringcore.checkpoint.transformers_spec import read_transformers_spec
 from ringcore.errors import ModelLoadError
@@ -21,19 +25,27 @@ __all__ = ["read_model_spec"]
 _ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
 
-def read_model_spec(files: ModelFiles, families: Families, model_impl: str = "auto") -> AnySpec:
+def read_model_spec(
+    files: ModelFiles, families: Families, model_impl: str = "auto", quantization: str | None = None
+) -> AnySpec:
     """The model's spec. model_impl: the engine option; "auto" is native where the architecture has a family.
+    quantization: the engine option.
 
     Raises `ModelLoadError` for an architecture that there is no model for, a missing or invalid field (naming it and
     the file), and for what the model classes do not implement: sliding windows where the architecture has none, partial
-    rotary embeddings, quantized safetensors, capped logits, another activation than the architecture's.
+    rotary embeddings, unknown quantization, capped logits, another activation than the architecture's.
     """
     if files.config_path is None:
+        if quantization is not None:
+            raise ModelLoadError(
+                f"{files.path}: quantization={quantization!r} needs 16-bit safetensors, not a .gguf file; leave it out",
+                path=files.path,
+            )
         return _from_gguf(files, families, model_impl)
     config = Metadata(read_json(files.config_path), files.config_path)
     found = None if model_impl == "transformers" else families.native(_architectures(config))
     if found is not None:
-        return _checked(_from_config(config, files, *found), files.config_path)
+        return _checked(_from_config(config, files, *found, quantization), files.config_path)
     if model_impl == "native":
         known = ", ".join(sorted(families.architectures))
         architecture = _architectures(config)[0]
@@ -43,7 +55,7 @@ def read_model_spec(files: ModelFiles, families: Families, model_impl: str = "au
             path=config.path,
             architecture=architecture,
         )
-    spec = read_transformers_spec(config, files)
+    spec = read_transformers_spec(config, files, quantization)
     _check_eos(spec, config.path)
     return spec
 
@@ -65,7 +77,9 @@ def _architectures(config: Metadata) -> list[str]:
     return names
 
 
-def _from_config(given: Metadata, files: ModelFiles, architecture: str, family: Family) -> ModelSpec:
+def _from_config(
+    given: Metadata, files: ModelFiles, architecture: str, family: Family, quantization: str | None
+) -> ModelSpec:
     config = Metadata({**family.defaults, **given.values}, given.path)
     _refuse_unsupported(config, architecture, family)
     num_layers = _size(config, "num_hidden_layers", "num_layers")
@@ -96,7 +110,16 @@ def _from_config(given: Metadata, files: ModelFiles, architecture: str, family: 
         sliding_windows=read_windows(config, architecture, family, num_layers),
         sliding_rope=sliding_rope,
         query_pre_attn_scalar=_attention_scale(config, family),
+        quantization=_quantization(config, quantization),
     )
+
+
+def _quantization(config: Metadata, on_load: str | None) -> Quantization | None:
+    """A tied head is the embedding's table, which is dense."""
+    found = read_quantization(config, on_load)
+    if found is None or not config.flag("tie_word_embeddings", False):
+        return found
+    return msgspec.structs.replace(found, ignored=[*found.ignored, "lm_head"])
 
 
 def _size(config: Metadata, key: str, field: str | None = None, default: int | None = None) -> int:
@@ -113,7 +136,6 @@ def _attention_scale(config: Metadata, family: Family) -> float | None:
 
 
 def _refuse_unsupported(config: Metadata, architecture: str, family: Family) -> None:
-    refuse_quantized(config)
     field, known = family.activation_field, _ACTIVATION_NAMES[family.activation]
     if (activation := config.text(field, known[0])) not in known:
         raise config.error(field, f"is {activation!r}; {architecture} computes {known[0]!r}")

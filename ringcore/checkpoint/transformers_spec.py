@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from ringcore.checkpoint.common_fields import read_bos_token_id, read_dtype, read_eos_token_ids, refuse_quantized
+from ringcore.checkpoint.common_fields import read_bos_token_id, read_dtype, read_eos_token_ids
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import MAX_SIZES, TEXT_CONFIG, TransformersSpec
+from ringcore.checkpoint.quantization.reader import read_quantization
 from ringcore.errors import ModelLoadError
 
 __all__ = ["read_transformers_spec"]
@@ -31,15 +32,18 @@ _MAX_REASON = 300  # characters
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
-def read_transformers_spec(config: Metadata, files: ModelFiles) -> TransformersSpec:
-    """Raises `ModelLoadError` for a type that this transformers does not have, and for a folder that brings its own
-    code, which is never run."""
+def read_transformers_spec(config: Metadata, files: ModelFiles, quantization: str | None = None) -> TransformersSpec:
+    """quantization: the engine option.
+
+    Raises `ModelLoadError` for a type that this transformers does not have, and for a folder that brings its own code,
+    which is never run.
+    """
     model_type = _model_type(config)
     if config.get("is_encoder_decoder") is True:
         raise config.error("is_encoder_decoder", f"is true: of {model_type!r}, no encoder is computed")
     text = _text_config(config)
-    for part in (config, text):
-        refuse_quantized(part)
+    # A model of several parts says it for all of them, or in the configuration of one.
+    says = text if text.get("quantization_config") is not None else config
     layers_field = _present(text, _LAYERS)
     architectures = config.get("architectures")
     return TransformersSpec(
@@ -52,12 +56,21 @@ def read_transformers_spec(config: Metadata, files: ModelFiles) -> TransformersS
         bos_token_id=read_bos_token_id(text),
         eos_token_ids=read_eos_token_ids(text, files),
         model_type=model_type,
-        config=msgspec.json.encode(config.values).decode(),
+        quantization=read_quantization(says, quantization),
+        config=msgspec.json.encode(_without_quantization(config.values)).decode(),
         weight_files=files.weight_files if files.kind == "safetensors" else [],
         layers_field=layers_field,
         layer_width=_layer_width(text),
         is_part=TEXT_CONFIG in config,
     )
+
+
+def _without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers builds a dense model, whose linears are replaced here."""
+    left = {name: value for name, value in values.items() if name != "quantization_config"}
+    if isinstance(left.get(TEXT_CONFIG), dict):
+        left[TEXT_CONFIG] = _without_quantization(left[TEXT_CONFIG])
+    return left
 
 
 def _text_config(config: Metadata) -> Metadata:

@@ -68,7 +68,7 @@ class EngineConfig:
         files = find_model(options["model"], options["load_format"])
         if options["tokenizer"] is not None:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
-        spec = read_model_spec(files, FAMILIES, options["model_impl"])
+        spec = read_model_spec(files, FAMILIES, options["model_impl"], options["quantization"])
         resolved: dict[type, dict[str, Any]] = {
             ModelConfig: {"files": files, "spec": spec},
             SchedulerConfig: {"num_stages": options["pipeline_parallel_size"]},

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringcore.checkpoint import ModelSpec
+from ringcore.checkpoint.quantization.shares import refused_shares
 from ringcore.config.admin_keys import check_endpoint, read_server_keys
 from ringcore.config.options import (
     ATTENTION_BACKENDS,
@@ -18,6 +19,7 @@ from ringcore.config.options import (
     LARGE_MESSAGES,
     LOAD_FORMATS,
     MODEL_IMPLS,
+    QUANTIZATIONS,
     SCHEDULING_POLICIES,
     STRUCTURED_OUTPUTS_BACKENDS,
     DeviceConfig,
@@ -58,6 +60,9 @@ def check_values(options: Mapping[str, Any]) -> None:
     for name, choices in _CHOICES.items():
         if options[name] not in choices:
             raise bad_value(name, options[name], f"give one of {', '.join(choices)}")
+    if options["quantization"] not in (None, *QUANTIZATIONS):
+        remedy = f"give one of {', '.join(QUANTIZATIONS)}, or None: a quantized checkpoint says itself how it is"
+        raise bad_value("quantization", options["quantization"], remedy)
     executor = options["executor"]
     if not isinstance(executor, str) or (executor not in EXECUTORS and ":" not in executor):
         raise bad_value(
@@ -254,6 +259,9 @@ def _check_split(spec: ModelSpec, size: int) -> None:
             f"{spec.num_kv_heads} KV heads and an intermediate size of {spec.intermediate_size} "
             f"cannot be split or replicated evenly over {size} ranks",
         )
+    refused = refused_shares(spec, size)
+    if refused is not None:
+        raise bad_value("tensor_parallel_size", size, f"{refused}; lower it")
 
 
 def _divides(spec: ModelSpec, size: int) -> bool:

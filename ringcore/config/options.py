@@ -12,6 +12,7 @@ __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "Sche
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
+QUANTIZATIONS = ("fp8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -36,6 +37,10 @@ class ModelConfig:
     load_format: str = _option("auto", f"one of {', '.join(LOAD_FORMATS)}; dummy makes random weights")
     model_impl: str = _option(
         "auto", f"one of {', '.join(MODEL_IMPLS)}; auto is native where the architecture has a model of its own here"
+    )
+    quantization: str | None = _option(
+        None,
+        f"one of {', '.join(QUANTIZATIONS)}: quantizes a 16-bit checkpoint while it is loaded; None keeps it as it is",
     )
     max_model_len: int | Literal["auto"] | None = _option(
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"

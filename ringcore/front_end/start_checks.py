@@ -11,8 +11,14 @@ import logging
 import math
 from collections.abc import Callable
 
-from ringcore.checkpoint import ModelSpec
-from ringcore.checkpoint.expected_tensors import check_checkpoint, expected_tensors, num_parameters
+from ringcore.checkpoint import ModelSpec, TensorIndex, TransformersSpec
+from ringcore.checkpoint.expected_tensors import (
+    check_checkpoint,
+    expected_tensors,
+    num_parameters,
+    quantized_bytes,
+)
+from ringcore.checkpoint.quantization.contents import check_contents
 from ringcore.checkpoint.tokenizer import check_tokenizer_files
 from ringcore.config import EngineConfig
 from ringcore.config.options import EXECUTORS
@@ -47,7 +53,9 @@ def check_start(config: EngineConfig) -> None:
         spec = config.model.spec
         if isinstance(spec, ModelSpec):
             check_checkpoint(config.model.files, spec, FAMILIES)
-        elif spec.is_part:
+        elif spec.quantization is not None and config.model.files.kind == "safetensors":
+            check_contents(TensorIndex(config.model.files.weight_files), spec.quantization)
+        if isinstance(spec, TransformersSpec) and spec.is_part:
             _log.warning("%s: its text model is served alone: it sees no images", spec.architecture)
         host = Host()
         if config.device.device == "cpu" or (config.device.device == "auto" and not host.has_gpu()):
@@ -93,9 +101,11 @@ def _weights_bytes(config: EngineConfig, dtype: str) -> int:
     """In the CPU kernels' layouts: see `model_executor.linear_schemes.cpu_packing`."""
     spec = config.model.spec
     if not isinstance(spec, ModelSpec):
-        return _share_of_host(config, num_parameters(config.model.files) * DTYPE_BYTES[dtype])
-    shapes = expected_tensors(spec, FAMILIES[spec.architecture]).values()
-    num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
+        return _share_of_host(config, _checkpoint_bytes(config, dtype))
+    quantized = quantized_bytes(spec)
+    expected = expected_tensors(spec, FAMILIES[spec.architecture])
+    shapes = [shape for name, shape in expected.items() if name not in quantized]
+    num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype] + sum(quantized.values())
     if config.device.enable_sleep_mode:
         return _share_of_host(config, num_bytes)
     if spec.tie_word_embeddings:  # an embedding table, and a packed copy for the LM head
@@ -103,6 +113,14 @@ def _weights_bytes(config: EngineConfig, dtype: str) -> int:
     if dtype == "float32" and spec.dtype != "float32" and config.model.files.kind != "dummy":
         num_bytes += sum(2 * math.prod(shape) for shape in shapes if len(shape) == 2)
     return _share_of_host(config, num_bytes)
+
+
+def _checkpoint_bytes(config: EngineConfig, dtype: str) -> int:
+    """Of a model whose tensors are not known yet: those of its files, quantized ones as they are."""
+    files, quantization = config.model.files, config.model.spec.quantization
+    if quantization is None or quantization.is_on_load or files.kind != "safetensors":
+        return num_parameters(files) * DTYPE_BYTES[dtype] // (1 if quantization is None else 2)
+    return sum(entry.nbytes for entry in TensorIndex(files.weight_files).values())
 
 
 def _share_of_host(config: EngineConfig, num_bytes: int) -> int:

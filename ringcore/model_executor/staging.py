@@ -41,14 +41,14 @@ class Staging:
         return self._buffers[self._turn][:num_bytes]
 
     def copy(self, source: torch.Tensor, out: torch.Tensor, part: WeightPart) -> None:
-        """Copies a view of the last `buffer`, rows of `part`, into `out`, of its shape and any dtype, on the device."""
+        """Copies a view of the last `buffer`, rows of `part`, into `out`, those of the final tensor, on the device."""
         if not self._is_pinned:
-            out.copy_(part.ordered(source))
+            out.copy_(part.final(source))
             return
-        # Converted and reordered on the device: on the host that would take a second, pageable buffer.
-        if source.dtype != out.dtype or part.order is not None:
+        # Converted, reordered and encoded on the device: on the host that would take a second, pageable buffer.
+        if source.dtype != out.dtype or part.order is not None or part.encoding is not None:
             source = source.to(out.device, non_blocking=True)
-        out.copy_(part.ordered(source), non_blocking=True)
+        out.copy_(part.final(source), non_blocking=True)
         event = self._copied[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(out.device))
         self._copied[self._turn] = event

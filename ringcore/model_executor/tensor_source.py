@@ -95,7 +95,7 @@ class SafetensorsSource(TensorSource):
     def read(self, part: WeightPart, init: Uniform, out: torch.Tensor) -> None:
         name = part.checkpoint_name
         entry = self._index[name]
-        dtype = _dtype(name, entry, out.dtype)
+        dtype = _dtype(name, entry, part.dtype_for(out))
         stride = math.prod(entry.shape[1:]) * dtype.itemsize  # bytes of a row in the file
         if part.dim == 0:
             row_bytes, begin = stride, entry.begin + part.start * stride
@@ -109,7 +109,7 @@ class SafetensorsSource(TensorSource):
             rows = out[first : first + rows_at_once]
             buffer = staging.buffer(len(rows) * row_bytes)
             self._fill(buffer, name, entry, begin + first * stride, stride, row_bytes)
-            staging.copy(buffer.view(dtype).view(rows.shape), rows, part)
+            staging.copy(buffer.view(dtype).view(part.shape_for(rows)), rows, part)
 
     def _fill(self, out: torch.Tensor, name: str, entry: TensorEntry, begin: int, stride: int, row_bytes: int) -> None:
         """Fills `out` with runs of `row_bytes`, `stride` bytes apart in the file."""
@@ -177,7 +177,7 @@ class GGUFSource(TensorSource):
             stop = min(done + rows_at_once, len(out))
             rows = torch.from_numpy(self._tensors.read(part.checkpoint_name, first_row + done, first_row + stop))
             rows = rows if part.dim == 0 else rows.narrow(part.dim, part.start, part.length)
-            out[done:stop].copy_(part.ordered(rows))
+            out[done:stop].copy_(part.final(rows))
 
 
 class DummySource(TensorSource):
@@ -215,7 +215,7 @@ class DummySource(TensorSource):
             values = _uniform((first_row + begin) * row_elements, math.prod(shape), keys, out.device)
             values = values.mul_(init.high - init.low).add_(init.low).view(shape)
             values = values if part.dim == 0 else values.narrow(part.dim, part.start, part.length)
-            rows.copy_(part.ordered(values))
+            rows.copy_(part.final(values))
 
         groups = range(0, len(out), group_rows)
         for _ in self._threads.map(fill, groups) if on_host else map(fill, groups):

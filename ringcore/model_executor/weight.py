@@ -18,6 +18,7 @@ from ringcore.kernels.upload import upload
 __all__ = [
     "CHECKPOINT_DTYPES",
     "Derived",
+    "RowEncoding",
     "SeenTensors",
     "Tensors",
     "Uniform",
@@ -76,6 +77,17 @@ class SeenTensors:
         return tensor
 
 
+class RowEncoding(Protocol):
+    """Turns rows of the checkpoint's numbers into those of the final tensor, each by itself."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the checkpoint's numbers must be convertible to."""
+
+    def __call__(self, rows: torch.Tensor, /) -> torch.Tensor:
+        """[n, numbers] -> [n, entries], of the final tensor's dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPart:
     """A slice of one checkpoint tensor and its place in the final one.
@@ -85,6 +97,9 @@ class WeightPart:
 
     `order`, if given, is a permutation along `dim`, applied to every run of len(order) entries: entry i of a run is
     entry order[i] of that run in the checkpoint.
+
+    `encoding`, if given, computes a final row from the slice of a row of the checkpoint: the part is of whole rows of
+    the final tensor.
     """
 
     checkpoint_name: str
@@ -94,6 +109,7 @@ class WeightPart:
     length: int
     offset: int = 0
     order: tuple[int, ...] | None = None
+    encoding: RowEncoding | None = None
 
     def __post_init__(self) -> None:
         if self.order is not None:
@@ -104,6 +120,24 @@ class WeightPart:
     def run(self) -> int:
         """Rows that must be read together."""
         return 1 if self.order is None or self.dim != 0 else len(self.order)
+
+    def dtype_for(self, out: torch.Tensor) -> torch.dtype:
+        """That the checkpoint's tensor must be convertible to, to fill `out`."""
+        return out.dtype if self.encoding is None else self.encoding.dtype
+
+    def shape_for(self, out: torch.Tensor) -> tuple[int, ...]:
+        """Of the slice of the checkpoint's tensor that fills `out`, rows of the final one."""
+        if self.encoding is None:
+            return tuple(out.shape)
+        return len(out), self.checkpoint_shape[1] if self.dim == 0 else self.length
+
+    def final(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the part as the checkpoint has them -> as the final tensor does. Their number is a multiple of
+        `run`."""
+        return self.encoded(self.ordered(rows))
+
+    def encoded(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.encoding is None else self.encoding(rows)
 
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n, ...] of the part in checkpoint order -> in that of the final tensor. n is a multiple of `run`."""
@@ -150,16 +184,26 @@ class Weight:
     @property
     def num_filled(self) -> int:
         """Leading entries that the parts fill along their dimension; the rest is zero."""
+        if self.parts[0].encoding is not None and self.parts[0].dim != 0:
+            return self.shape[self.parts[0].dim]
         return sum(part.length for part in self.parts)
 
     @property
     def is_filled(self) -> bool:
         return self.num_filled == self.shape[self.parts[0].dim]
 
+    @property
+    def checkpoint_dtype(self) -> torch.dtype:
+        """That the checkpoint's tensors must be convertible to."""
+        encoding = self.parts[0].encoding
+        return self.dtype if encoding is None else encoding.dtype
+
     def places(self, tensor: torch.Tensor) -> Iterator[tuple[WeightPart, torch.Tensor]]:
         """Each non-empty part with its place in `tensor`, the final one."""
         for part in self.parts:
-            if part.length:
+            if part.length and part.encoding is not None and part.dim != 0:
+                yield part, tensor
+            elif part.length:
                 yield part, tensor.narrow(part.dim, part.offset, part.length)
 
 

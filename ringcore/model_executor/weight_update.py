@@ -36,7 +36,7 @@ class _Target:
     """The places that one checkpoint tensor fills on this rank."""
 
     shape: tuple[int, ...]  # of the whole checkpoint tensor
-    dtype: torch.dtype  # of the model's tensors
+    dtype: torch.dtype  # that it must be convertible to
     places: list[tuple[WeightPart, torch.Tensor, Uniform]] = field(default_factory=list)
 
     @property
@@ -62,12 +62,12 @@ class WeightUpdate:
             padding = slice(weight.num_filled, None)
             tensors[weight.name].movedim(weight.parts[0].dim, 0)[padding].zero_()  # sleep discards the contents
             for part in weight.parts:
-                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.dtype))
+                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.checkpoint_dtype))
             for part, out in weight.places(tensors[weight.name]):
                 self._targets[part.checkpoint_name].places.append((part, out, weight.init))
         for weight in elsewhere:
             for part in weight.parts:
-                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.dtype))
+                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.checkpoint_dtype))
         self._taken: set[str] = set()
 
     @property
@@ -152,13 +152,15 @@ class WeightUpdate:
 def _write(part: WeightPart, out: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     """Copies a part's share of rows `first`, `first` + 1, ... of the checkpoint tensor into the part's place."""
     if part.dim != 0:
-        out[first : first + len(rows)].copy_(part.ordered(rows.narrow(part.dim, part.start, part.length)))
+        out[first : first + len(rows)].copy_(part.final(rows.narrow(part.dim, part.start, part.length)))
         return
     begin, end = max(first, part.start), min(first + len(rows), part.start + part.length)
     if begin >= end:
         return
     rows = rows[begin - first : end - first]
     at = begin - part.start
+    if part.encoding is not None:
+        rows = part.encoded(rows.to(out.device))
     if part.order is None:
         out[at : at + len(rows)].copy_(rows)
         return

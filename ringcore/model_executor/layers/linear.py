@@ -113,7 +113,9 @@ class RowParallelLinear(WeightedLayer):
         assert num_inputs % tp.size == 0, (name, num_inputs, tp.size)
         length = num_inputs // tp.size
         outputs = OutputSlice(checkpoint_name, num_outputs, 0, num_outputs)
-        shard = LinearShard(name, (outputs,), InputSlice(num_inputs, tp.rank * length, length), dtype, bias)
+        inputs = InputSlice(num_inputs, tp.rank * length, length)
+        over_ranks = self._max_over_ranks if tp.size > 1 else None
+        shard = LinearShard(name, (outputs,), inputs, dtype, bias, max_over_ranks=over_ranks)
         self._matrices = FusedMatrices(shard, scheme_of)
         self._tp = tp
         self._product: Product
@@ -127,6 +129,9 @@ class RowParallelLinear(WeightedLayer):
 
     def refresh(self) -> None:
         self._product.refresh()
+
+    def _max_over_ranks(self, maxima: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_gather_last_dim(maxima).amax(-1, keepdim=True)
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""

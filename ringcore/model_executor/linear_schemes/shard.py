@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 import torch
 
-from ringcore.checkpoint.matrix_tensors import Axis, Fixed, Inputs, MatrixTensor, Outputs
+from ringcore.checkpoint.matrix_tensors import AllInputs, Axis, Fixed, Inputs, MatrixTensor, Outputs
 from ringcore.errors import ModelLoadError
 from ringcore.model_executor.weight import CHECKPOINT_DTYPES, Uniform, Weight, WeightPart
 
-__all__ = ["InputSlice", "LinearShard", "OutputSlice"]
+__all__ = ["InputSlice", "LinearShard", "Maxima", "OutputSlice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class InputSlice:
         return cls(num_inputs, 0, num_inputs)
 
 
+Maxima = Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class LinearShard:
     """What one rank multiplies by: slices of one or several matrices of the same inputs, concatenated by outputs.
@@ -55,6 +59,7 @@ class LinearShard:
     has_bias: bool = False
     num_padded_outputs: int = 0  # of zeros after the slices (vocabulary padding)
     prefers_float32: bool = False  # the product, where that costs nothing
+    max_over_ranks: Maxima | None = None  # where the inputs are split: of [n, 1], the largest of all ranks
 
     def __post_init__(self) -> None:
         (first, *others), inputs = self.outputs, self.inputs
@@ -103,19 +108,19 @@ def _entries(
     match axis:
         case Outputs(per_entry):
             order = outputs.order if per_entry == 1 else None
-            return *_range(name, outputs.start, outputs.length, outputs.num_outputs, per_entry), order
-        case Inputs(per_entry):
-            return *_range(name, inputs.start, inputs.length, inputs.num_inputs, per_entry), None
-        case Fixed():
+            return *_range(name, outputs.start, outputs.length, outputs.num_outputs, axis), order
+        case Inputs():
+            return *_range(name, inputs.start, inputs.length, inputs.num_inputs, axis), None
+        case AllInputs() | Fixed():
             return 0, size, None
         case _:
             assert_never(axis)
 
 
-def _range(name: str, start: int, length: int, total: int, per_entry: int) -> tuple[int, int]:
+def _range(name: str, start: int, length: int, total: int, axis: Outputs | Inputs) -> tuple[int, int]:
     """(first entry, number of entries) of `start` to `start + length`; the last entry of all may be incomplete."""
-    end = start + length
-    if start % per_entry or (end % per_entry and end != total):
+    end, per_entry = start + length, axis.per_entry
+    if not axis.is_shared and (start % per_entry or (end % per_entry and end != total)):
         raise ModelLoadError(
             f"tensor {name!r}: a rank's share, {start} to {end} of {total}, is not of whole groups of {per_entry}; "
             "lower tensor_parallel_size",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 from ringcore.checkpoint import ModelSpec, TransformersSpec
 from ringcore.distributed.parallel import ONLY_STAGE
 from ringcore.families import FAMILIES
-from ringcore.model_executor.linear_schemes.dense import all_dense
+from ringcore.model_executor.linear_schemes.schemes import schemes_of
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +30,14 @@ def build_model(
 ) -> CausalLM:
     """The model of one rank, without weights: what its stage of a pipeline has. Raises `ModelLoadError` for one that
     cannot be computed."""
+    scheme_of = schemes_of(spec.quantization)
     match spec:
         case ModelSpec():
-            return model_class(spec.architecture, families)(spec, tp, dtype, max_model_len, all_dense, stage)
+            return model_class(spec.architecture, families)(spec, tp, dtype, max_model_len, scheme_of, stage)
         case TransformersSpec():
             from ringcore.model_executor.models.transformers import TransformersModel  # imports transformers: seconds
 
-            return TransformersModel(spec, tp, dtype, max_model_len, all_dense, stage)
+            return TransformersModel(spec, tp, dtype, max_model_len, scheme_of, stage)
         case _:
             assert_never(spec)
 

@@ -1,0 +1,57 @@
+"""Which matrices of a model are of which format, by their names in the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from ringcore.checkpoint.quantization.formats import Format, OnLoadFormat
+
+__all__ = ["ALL_LINEARS", "Quantization", "Rule", "matches"]
+
+ALL_LINEARS = "Linear"
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """targets: as `matches` reads them."""
+
+    targets: list[str]
+    format: Format
+
+
+class Quantization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first rule that names a matrix gives its format, those for all linears last, unless `ignored` names it too.
+
+    method: for messages. is_on_load: the checkpoint is not quantized.
+    """
+
+    method: str
+    rules: list[Rule]
+    ignored: list[str] = []
+
+    @property
+    def is_on_load(self) -> bool:
+        return any(isinstance(rule.format, OnLoadFormat) for rule in self.rules)
+
+    def format_of(self, matrix: str) -> Format | None:
+        """matrix: its name without ".weight". None: it is dense."""
+        if matches(self.ignored, matrix):
+            return None
+        rules = sorted(self.rules, key=lambda rule: ALL_LINEARS in rule.targets)
+        return next((rule.format for rule in rules if matches(rule.targets, matrix)), None)
+
+
+def matches(patterns: Sequence[str], matrix: str) -> bool:
+    """Whether any pattern names a matrix: "Linear" all, "re:..." those that the regular expression matches from their
+    beginning, any other those whose name has it, in whole components."""
+    return any(_matches(pattern, matrix) for pattern in patterns)
+
+
+def _matches(pattern: str, matrix: str) -> bool:
+    if pattern == ALL_LINEARS:
+        return True
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], matrix) is not None
+    return f".{pattern}." in f".{matrix}."

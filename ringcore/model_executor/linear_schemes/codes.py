@@ -1,0 +1,89 @@
+"""The codes of a quantized matrix as they lie in memory, and their expansion: the reference of each packing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+__all__ = ["AwqCodes", "ByteCodes", "Codes", "WordCodes", "awq_columns", "unpacked"]
+
+
+class Codes(ABC):
+    """Of [num_outputs, num_inputs] numbers."""
+
+    shape: tuple[int, int]
+    bits: int
+
+    @abstractmethod
+    def numbers(self, first: int, end: int) -> torch.Tensor:
+        """Of outputs `first` to `end`, all inputs: [n, num_inputs] float32, before zeros and scales."""
+
+
+class ByteCodes(Codes):
+    """A byte a number: [num_outputs, num_inputs] float8_e4m3fn or int8."""
+
+    bits = 8
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.tensor = codes
+        self.shape = (codes.shape[0], codes.shape[1])
+        self.is_fp8 = codes.dtype == torch.float8_e4m3fn
+
+    def numbers(self, first: int, end: int) -> torch.Tensor:
+        codes = self.tensor[first:end]
+        return _fp8_numbers(codes) if self.is_fp8 else codes.float()
+
+
+def _fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
+    """[...] float8_e4m3fn -> float32, by vectorised operations: torch's own conversion on a CPU is 10 times as slow.
+
+    The bits are those of a float16 with a smaller exponent: sign, a zero, exponent and mantissa. NaN is not kept.
+    """
+    if codes.device.type != "cpu":
+        return codes.float()
+    bits = codes.view(torch.int8).to(torch.int16)  # the sign in bits 7 to 15
+    return (bits << 7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256.0)
+
+
+class WordCodes(Codes):
+    """Numbers of `bits` packed along the inputs from the lowest: words [num_outputs, words] int32, or uint8, of any
+    strides."""
+
+    def __init__(self, words: torch.Tensor, bits: int, num_inputs: int) -> None:
+        self.words, self.bits = words, bits
+        self.shape = (len(words), num_inputs)
+
+    def numbers(self, first: int, end: int) -> torch.Tensor:
+        return unpacked(self.words[first:end], self.bits)[:, : self.shape[1]].float()
+
+
+class AwqCodes(Codes):
+    """4-bit numbers packed along the outputs: words [num_inputs, columns / 8] int32.
+
+    columns: [num_outputs] int32, of each output: a word's column times 8, and the nibble in it.
+    """
+
+    bits = 4
+
+    def __init__(self, words: torch.Tensor, columns: torch.Tensor) -> None:
+        self.words, self.columns = words, columns
+        self.shape = (len(columns), len(words))
+
+    def numbers(self, first: int, end: int) -> torch.Tensor:
+        columns = self.columns[first:end]
+        words = self.words.index_select(1, columns // 8)
+        return (words >> columns % 8 * 4).bitwise_and_(15).t().float()
+
+
+def awq_columns(outputs: torch.Tensor) -> torch.Tensor:
+    """[n] int32: where each of `outputs` of a packed tensor lies: outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight are the
+    nibbles of a word, from the lowest."""
+    place = outputs % 8
+    return (outputs - place + place // 2 + place % 2 * 4).int()
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """[n, words] int32 or uint8 -> [n, numbers] of the same dtype, unsigned, from the lowest bits."""
+    shifts = torch.arange(0, 8 * words.itemsize, bits, dtype=words.dtype, device=words.device)
+    return (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)

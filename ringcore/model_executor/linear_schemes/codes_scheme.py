@@ -1,0 +1,66 @@
+"""FP8 and INT8 matrices, a byte a number, with scales of the matrix, of outputs, of groups or of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ringcore.checkpoint.matrix_tensors import MatrixTensor
+from ringcore.checkpoint.quantization import CodesFormat
+from ringcore.model_executor.linear_schemes.codes import ByteCodes
+from ringcore.model_executor.linear_schemes.product import Product
+from ringcore.model_executor.linear_schemes.quantized import (
+    QuantizedMatrix,
+    groups_of,
+    matrices_of_outputs,
+    places_of_outputs,
+)
+from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
+from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
+from ringcore.model_executor.linear_schemes.scheme import LinearScheme
+from ringcore.model_executor.linear_schemes.shard import LinearShard
+from ringcore.model_executor.weight import Derived
+
+__all__ = ["CodesScheme"]
+
+
+@dataclass(frozen=True, slots=True)
+class CodesScheme(LinearScheme):
+    """matrix: of a matrix whose inputs have a scale of its own, which share no product; otherwise None."""
+
+    format: CodesFormat
+    matrix: str | None = None
+
+    @property
+    def tensors(self) -> tuple[MatrixTensor, ...]:
+        return self.format.tensors
+
+    def product(
+        self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
+    ) -> Product:
+        derived = Derived()
+        matrix = QuantizedMatrix(
+            ByteCodes(tensors["weight"]),
+            self._scales(shard, tensors[self.format.scale_name], derived),
+            groups_of(shard, self.format.block[1] if self.format.scale in ("group", "block") else None),
+            derived=derived,
+        )
+        rounding = None
+        if self.format.inputs is not None:
+            rounding = InputRounding.of(self.format.inputs, shard, tensors.get("input_scale"))
+        return quantized_product(matrix, bias, updatable, rounding)
+
+    def _scales(self, shard: LinearShard, stored: torch.Tensor, derived: Derived) -> torch.Tensor:
+        """[num_outputs, groups]."""
+        per_entry = self.format.block[0]
+        match self.format.scale:
+            case "channel" | "group":
+                return stored
+            case "tensor":
+                entries, stored = matrices_of_outputs(shard), stored.unsqueeze(1)
+            case "block":
+                entries = places_of_outputs(shard, per_entry) // per_entry
+        entries = entries.to(stored.device)
+        return derived.make(lambda: stored.index_select(0, entries))

@@ -1,0 +1,107 @@
+"""One rank's share of quantized matrices: codes, scales, zeros and groups, and their expansion in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ringcore.model_executor.linear_schemes.codes import Codes
+from ringcore.model_executor.linear_schemes.shard import LinearShard
+from ringcore.model_executor.weight import Derived
+
+__all__ = ["Groups", "QuantizedMatrix", "groups_of", "matrices_of_outputs", "places_of_outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The group of each input, whose numbers share a scale.
+
+    size: inputs of a group; offset: of the first input in its group, where a rank's share begins within one. index:
+    [num_inputs] int32, the groups themselves, in any order.
+    """
+
+    size: int
+    offset: int = 0
+    index: torch.Tensor | None = None
+
+    def of_inputs(self, num_inputs: int, device: torch.device) -> torch.Tensor:
+        """[num_inputs] int64."""
+        if self.index is not None:
+            return self.index.long()
+        return (torch.arange(num_inputs, device=device) + self.offset) // self.size
+
+
+@dataclass(slots=True)
+class QuantizedMatrix:
+    """weight = (code - zero) * scale.
+
+    scales: [num_outputs, groups] float32; zeros: likewise int16, or `zero` everywhere. Both of any strides. derived:
+    what of these was computed from the tensors of the checkpoint.
+    """
+
+    codes: Codes
+    scales: torch.Tensor
+    groups: Groups
+    zero: int = 0
+    zeros: torch.Tensor | None = None
+    derived: Derived = field(default_factory=Derived)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.codes.shape[1]
+
+    def expanded(self, first: int = 0, end: int | None = None) -> torch.Tensor:
+        """Of outputs `first` to `end`: [n, num_inputs] float32."""
+        end = self.num_outputs if end is None else end
+        scales, zeros = self.scales[first:end], None if self.zeros is None else self.zeros[first:end]
+        numbers = self.codes.numbers(first, end)
+        if scales.shape[1] > 1:
+            groups = self.groups.of_inputs(self.num_inputs, scales.device)
+            scales = scales.index_select(1, groups)
+            zeros = None if zeros is None else zeros.index_select(1, groups)
+        if zeros is not None:
+            numbers -= zeros
+        elif self.zero:
+            numbers -= self.zero
+        return numbers.mul_(scales)
+
+
+def groups_of(shard: LinearShard, size: int | None) -> Groups:
+    """Those of consecutive inputs; size: None is one of all."""
+    inputs = shard.inputs
+    return Groups(inputs.num_inputs) if size is None else Groups(size, inputs.start % size)
+
+
+def _rows_of_outputs(shard: LinearShard) -> list[torch.Tensor]:
+    """For each slice, the row of the checkpoint's matrix of each output: [length] int64."""
+    rows = []
+    for outputs in shard.outputs:
+        index = torch.arange(outputs.length)
+        if outputs.order is not None:
+            run = len(outputs.order)
+            index = index - index % run + torch.tensor(outputs.order)[index % run]
+        rows.append(outputs.start + index)
+    return rows
+
+
+def matrices_of_outputs(shard: LinearShard) -> torch.Tensor:
+    """[num_outputs] int64: of which slice each output is; those of padding are of the last."""
+    lengths = [outputs.length for outputs in shard.outputs]
+    lengths[-1] += shard.num_padded_outputs
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+def places_of_outputs(shard: LinearShard, per_entry: int) -> torch.Tensor:
+    """[num_outputs] int64: where each output is in this rank's tensor that has an entry for every `per_entry` outputs:
+    its entry times per_entry, and its place there."""
+    places, start = [], 0
+    for outputs, rows in zip(shard.outputs, _rows_of_outputs(shard), strict=True):
+        first = outputs.start // per_entry
+        places.append((start - first) * per_entry + rows)
+        start += -(-(outputs.start + outputs.length) // per_entry) - first
+    return torch.cat([*places, start * per_entry + torch.arange(shard.num_padded_outputs)])

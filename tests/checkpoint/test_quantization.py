@@ -1,0 +1,205 @@
+"""`quantization_config`: what is read of it, for which matrices, and what is refused by its name."""
+
+import copy
+import json
+
+import pytest
+from raw_files import model_folder
+
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint.quantization import (
+    AwqFormat,
+    CodesFormat,
+    GptqFormat,
+    InputFormat,
+    OnLoadFormat,
+    PackedFormat,
+)
+from ringcore.checkpoint.quantization.rules import matches
+from ringcore.checkpoint.quantization.shares import refused_shares
+from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+PER_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "GEMM"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": True, "damp_percent": 0.01}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def with_(config, **changed):
+    """Dots in a name: `__`."""
+    config = copy.deepcopy(config)
+    for path, value in changed.items():
+        *parents, leaf = path.split("__")
+        at = config
+        for parent in parents:
+            at = at[parent]
+        at[leaf] = value
+    return config
+
+
+def group(**changed):
+    return with_(PACKED, **{f"config_groups__group_0__{name}": value for name, value in changed.items()})
+
+
+def read(folder, config, quantization=None, **model):
+    folder = model_folder(folder, quantization_config=config, **model)
+    return read_model_spec(find_model(folder, "dummy"), FAMILIES, quantization=quantization).quantization
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (PACKED, PackedFormat(4, 16)),
+        (group(weights__symmetric=False, weights__actorder="group"), PackedFormat(4, 16, True, True)),
+        (group(weights__strategy="channel", weights__actorder="static"), PackedFormat(4, None)),
+        (group(weights__num_bits=8), PackedFormat(8, 16)),
+        (
+            group(format="float-quantized", weights=FLOATS, input_activations=PER_TOKEN),
+            CodesFormat("fp8", "channel", inputs=InputFormat("fp8", "token")),
+        ),
+        (
+            group(
+                format="float-quantized",
+                weights=FLOATS | {"strategy": "tensor"},
+                input_activations=PER_TOKEN | {"dynamic": False, "strategy": "tensor"},
+            ),
+            CodesFormat("fp8", "tensor", inputs=InputFormat("fp8", "tensor")),
+        ),
+        (
+            group(format="naive-quantized", weights=FLOATS | {"strategy": "block", "block_structure": [128, 64]}),
+            CodesFormat("fp8", "block", (128, 64)),
+        ),
+        (
+            group(
+                format="int-quantized", weights=FLOATS | {"type": "int"}, input_activations=PER_TOKEN | {"type": "int"}
+            ),
+            CodesFormat("int8", "channel", inputs=InputFormat("int8", "token")),
+        ),
+        (AWQ, AwqFormat(16)),
+        (with_(AWQ, group_size=-1, modules_to_not_convert=None), AwqFormat(None)),
+        (GPTQ, GptqFormat(4, 16, True)),
+        (with_(GPTQ, bits=8, desc_act=False, meta={"quantizer": ["x:1"]}), GptqFormat(8, 16)),
+        (FP8, CodesFormat("fp8", "block", (128, 128), "weight_scale_inv", InputFormat("fp8", "group", 128))),
+    ],
+)
+def test_formats(tmp_path, config, expected):
+    found = read(tmp_path / "m", config)
+    assert found.format_of(Q_PROJ) == expected
+    assert found.format_of("lm_head") is None
+    assert found.method == config["quant_method"]
+    assert not found.is_on_load
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (
+            {"quant_method": "bitnet"},
+            r"'quantization_config.quant_method' is 'bitnet'; known: 'awq', 'compressed-tensors'",
+        ),
+        ({}, "'quantization_config' is empty"),
+        (with_(PACKED, format="marlin-24"), "'.*group_0.format' is 'marlin-24'; known: 'pack-quantized'"),
+        (with_(PACKED, kv_cache_scheme={"num_bits": 8}), r"'quantization_config.kv_cache_scheme' is {'num_bits': 8}"),
+        (with_(PACKED, sparsity_config={"format": "sparse-24-bitmask"}), "'.*sparsity_config' is"),
+        (with_(PACKED, transform_config={"config_groups": {}}), "'.*transform_config' is"),
+        (with_(PACKED, novel=3), "'quantization_config.novel' is 3, which is not known here"),
+        (
+            with_(PACKED, ignore=["re:(["]),
+            r"'quantization_config.ignore' has 're:\(\[', which is no regular expression",
+        ),
+        (with_(PACKED, ignore="lm_head"), "'quantization_config.ignore' is lm_head, a list of names"),
+        (with_(PACKED, quantization_status="calibration"), "quantization_status' is 'calibration'; known:"),
+        (group(weights__num_bits=3), "'.*weights.num_bits' is 3; known: 4, 8; quantize to 4 or 8 bits"),
+        (group(weights__type="float"), "'.*weights.type' is 'float'"),
+        (group(weights__strategy="tensor_group"), "'.*weights.strategy' is 'tensor_group'"),
+        (group(weights__group_size=0), "'.*weights.group_size' is 0"),
+        (group(weights__dynamic=True), "'.*weights.dynamic' is True"),
+        (group(weights=None), "'.*weights' is missing"),
+        (group(weights__actorder="fancy"), "'.*weights.actorder' is 'fancy'"),
+        (group(input_activations=PER_TOKEN), "'.*input_activations' is present, which 'pack-quantized' has no product"),
+        (group(output_activations=PER_TOKEN), "'.*output_activations' is present"),
+        (
+            group(format="float-quantized", weights=FLOATS, input_activations=PER_TOKEN | {"strategy": "tensor"}),
+            "'.*input_activations.strategy' is 'tensor'; known: 'token', 'group'",
+        ),
+        (group(format="float-quantized", weights=FLOATS | {"num_bits": 4}), "'.*weights.num_bits' is 4; known: 8"),
+        (with_(AWQ, bits=3), "'quantization_config.bits' is 3; known: 4"),
+        (with_(AWQ, version="gemv"), "version' is 'gemv'"),
+        (with_(AWQ, zero_point=False), "zero_point' is False"),
+        (with_(GPTQ, checkpoint_format="gptq_v2"), "checkpoint_format' is 'gptq_v2'; known: 'gptq'"),
+        (with_(GPTQ, dynamic={"-:x": {}}), "dynamic' is"),
+        (with_(GPTQ, bits=2), "bits' is 2"),
+        (with_(FP8, fmt="e5m2"), "fmt' is 'e5m2'"),
+        (with_(FP8, scale_fmt="ue8m0"), "scale_fmt' is 'ue8m0', which is not known here"),
+        (with_(FP8, activation_scheme="static"), "activation_scheme' is 'static'"),
+        (with_(FP8, weight_block_size=None), "weight_block_size' is missing"),
+        (with_(FP8, weight_block_size=[128]), r"weight_block_size' is \[128\], a list of two sizes"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_name(tmp_path, config, match):
+    with pytest.raises(ModelLoadError, match=match) as caught:
+        read(tmp_path / "m", config)
+    assert caught.value.details["path"].endswith("config.json")
+
+
+def test_rules_by_the_name_of_a_matrix(tmp_path):
+    other = {"targets": ["re:.*mlp.*"], "weights": WEIGHTS | {"num_bits": 8}}
+    config = with_(PACKED, ignore=["lm_head", "model.layers.1", r"re:.*\.k_proj$"])
+    config["config_groups"]["group_1"] = other
+    found = read(tmp_path / "m", config)
+    bits = {name: getattr(found.format_of(f"model.layers.{name}"), "bits", None) for name in (
+        "0.mlp.up_proj", "0.self_attn.q_proj", "0.self_attn.k_proj", "1.mlp.up_proj", "11.mlp.up_proj"
+    )}  # fmt: skip
+    assert list(bits.values()) == [8, 4, None, None, 8]
+
+
+def test_a_pattern_is_of_whole_components():
+    assert matches(["mlp.gate"], "model.layers.0.mlp.gate")
+    assert not matches(["mlp.gate"], "model.layers.0.mlp.gate_proj")
+    assert matches(["layers.1"], "model.layers.1.x")
+    assert not matches(["layers.1"], "model.layers.11.x")
+    assert not matches(["re:layers"], "model.layers.1")  # from the beginning
+
+
+def test_a_tied_head_is_dense(tmp_path):
+    config = with_(PACKED, ignore=[])
+    assert read(tmp_path / "a", config).format_of("lm_head") is not None
+    assert read(tmp_path / "b", config, tie_word_embeddings=True).format_of("lm_head") is None
+    assert read(tmp_path / "c", with_(GPTQ, lm_head=True)).format_of("lm_head") == GptqFormat(4, 16, True)
+
+
+def test_on_load(tmp_path):
+    found = read(tmp_path / "m", None, "int4")
+    assert found.is_on_load
+    assert found.format_of(Q_PROJ) == OnLoadFormat("int4")
+    assert found.format_of("lm_head") is None
+    assert read(tmp_path / "n", None) is None
+    with pytest.raises(ModelLoadError, match="'quantization_config' is present, and quantization='fp8' needs a 16-bit"):
+        read(tmp_path / "o", AWQ, "fp8")
+
+
+def test_shares_that_cut_a_word_are_refused(tmp_path):
+    """32 hidden, 4 heads of 8, 2 KV heads, 64 inner: groups may be cut, words may not."""
+    folder = model_folder(tmp_path / "m", quantization_config=with_(PACKED), head_dim=6, intermediate_size=40)
+    spec = read_model_spec(find_model(folder, "dummy"), FAMILIES)
+    assert refused_shares(spec, 1) is None
+    assert refused_shares(spec, 2) == (
+        "a rank's share of 'model.layers.0.self_attn.o_proj' is 12 inputs, and its tensor 'weight_packed' packs 8 in a "
+        "word"
+    )
+    (tmp_path / "m" / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {"head_dim": 12, "quantization_config": AWQ})
+    )
+    spec = read_model_spec(find_model(folder, "dummy"), FAMILIES)
+    assert "k_proj' is 12 outputs, and its tensor 'qweight' packs 8" in refused_shares(spec, 2)
