@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.kv_cache.spec import HeadsSpec, KVCacheSpec, MLASpec
 
-__all__ = ["AttentionBackend"]
+__all__ = ["AttentionBackend", "LatentBackend", "LatentUpProjection", "PagedBackend"]
+
+_NEVER = 1 << 60  # tokens
 
 
-class AttentionBackend(ABC):
+class PagedBackend(ABC):
     """Paged attention for the layers of a KV cache group: they share a KVCacheSpec, and each has its AttentionSpec.
     Per-step state is in `plan`'s result, not here."""
 
     name: ClassVar[str]
-    # Whether `forward` accepts key=None and value=None if both are in their slots already. Then the cache of a layer
-    # whose values are as wide as its keys is [num_blocks, 2, num_kv_heads, block_size, head_size], keys then values.
+    # Whether the layer writes what a step's tokens store to their slots, by a kernel of its own, before `forward`.
     accepts_prewritten_kv: ClassVar[bool] = False
 
     def __init__(
@@ -97,6 +98,22 @@ class AttentionBackend(ABC):
         """
         return None
 
+
+class AttentionBackend(PagedBackend):
+    """Of heads: of every token the keys and values of each KV head are cached.
+
+    With `accepts_prewritten_kv` the cache of a layer whose values are as wide as its keys is [num_blocks, 2,
+    num_kv_heads, block_size, head_size], keys then values, and `forward` accepts key=None and value=None.
+    """
+
+    spec: HeadsSpec
+
+    def __init__(
+        self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
+    ) -> None:
+        assert not isinstance(spec, MLASpec), "the backend refuses latents"
+        super().__init__(spec, layers, sharing_specs)
+
     @abstractmethod
     def forward(
         self,
@@ -114,3 +131,71 @@ class AttentionBackend(ABC):
 
         Slots of the null block (block 0) are written like any other; what is read from them is masked.
         """
+
+
+class LatentUpProjection(Protocol):
+    """How the keys and values of this rank's heads follow from latents: the weights of one layer."""
+
+    qk_nope_head_dim: int
+    v_head_dim: int
+
+    def absorbed(self, query: torch.Tensor) -> torch.Tensor:
+        """The part of queries that is not rotated, [num_tokens, num_heads, qk_nope_head_dim], through each head's keys
+        -> [num_tokens, num_heads, kv_lora_rank]: their product with a latent is that with the head's key."""
+
+    def values(self, latents: torch.Tensor) -> torch.Tensor:
+        """Weighted sums of latents, [num_tokens, num_heads, kv_lora_rank] -> those of each head's values: [num_tokens,
+        num_heads, v_head_dim]."""
+
+    def expanded(self, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, kv_lora_rank] -> of some heads the keys without their rotated part, [n, heads, qk_nope_head_dim], and the
+        values, [n, heads, v_head_dim]."""
+
+
+class LatentBackend(PagedBackend):
+    """Of latents. The cache of a layer is [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], a row a token.
+
+    With queries that are absorbed through the keys a row serves all heads as key, and its latent as value: what is
+    computed for a cached token is most, and what is read of it least. With heads that are expanded from the rows it is
+    the other way about. Both are the same sums in another order.
+    """
+
+    spec: MLASpec
+
+    def __init__(
+        self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
+    ) -> None:
+        assert isinstance(spec, MLASpec), "the backend refuses other caches"
+        super().__init__(spec, layers, sharing_specs)
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (num_blocks, self.spec.block_size, self.spec.head_size)
+
+    def write(self, rows: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """rows: [num_tokens, kv_lora_rank + qk_rope_head_dim]. Not called for rows that are written already."""
+        if rows.dtype == torch.float16:  # a finite hidden state may have overflowed: see `torch_sdpa`
+            rows = torch.nan_to_num(rows)
+        kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+
+    def expands_from(self, up: LatentUpProjection) -> int:
+        """The fewest new tokens of a sequence for which less is computed with expanded heads.
+
+        For a head and a token before them that is kv_lora_rank * (qk_nope_head_dim + v_head_dim) products once, and per
+        new token the key and the value; with absorbed queries the row and its latent per new token alone.
+        """
+        rank, both = self.spec.kv_lora_rank, up.qk_nope_head_dim + up.v_head_dim
+        saved = 2 * rank - both  # per new token: the rotated part is in both
+        return rank * both // saved + 1 if saved > 0 else _NEVER
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]
+        rows: torch.Tensor,  # [num_tokens, kv_lora_rank + qk_rope_head_dim], which are in their slots too
+        up: LatentUpProjection,
+        kv_cache: torch.Tensor,  # of kv_cache_shape
+        metadata: AttentionMetadata,
+        plan: object,
+        layer: AttentionSpec,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, v_head_dim]
+        """Attends causally over each sequence's whole context."""

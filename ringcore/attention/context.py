@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backend import PagedBackend
 from ringcore.attention.metadata import AttentionMetadata
 
 __all__ = ["NO_TOKEN_CONTEXT", "ForwardContext", "GroupContext", "TokenContext"]
@@ -29,11 +29,11 @@ class GroupContext:
     """Per-step data of the layers of one KV cache group."""
 
     metadata: AttentionMetadata
-    backend: AttentionBackend
+    backend: PagedBackend
     plan: object  # the result of the backend's `plan()`
 
     @classmethod
-    def of(cls, metadata: AttentionMetadata, backend: AttentionBackend) -> GroupContext:
+    def of(cls, metadata: AttentionMetadata, backend: PagedBackend) -> GroupContext:
         return cls(metadata, backend, backend.plan(metadata))
 
 

@@ -7,17 +7,18 @@ from typing import NamedTuple
 
 import torch
 
+from ringcore.attention.backend import AttentionBackend, LatentBackend, LatentUpProjection
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kv_cache.spec import ChunkedAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import ChunkedAttentionSpec, FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
-__all__ = ["Attention", "KVWriteTarget"]
+__all__ = ["AnyAttention", "Attention", "KVWriteTarget", "LatentAttention"]
 
 
 class KVWriteTarget(NamedTuple):
-    """Where the keys and values of a step's tokens are written: one layer's cache and the slot mapping."""
+    """Where what a step's tokens store is written: one layer's cache, of its backend's shape, and the slot mapping."""
 
-    kv_cache: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]
+    kv_cache: torch.Tensor
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset in the block
 
 
@@ -79,7 +80,7 @@ class Attention:
         key = kv_cache.new_zeros(num_tokens, self.num_kv_heads, self.head_size)
         value = kv_cache.new_zeros(num_tokens, self.num_kv_heads, v_head_size)
         sinks = kv_cache.new_zeros(self.num_heads) if self.has_sinks else None
-        group.backend.forward(query, key, value, kv_cache, group.metadata, group.plan, self.spec, sinks)
+        _of_heads(group).forward(query, key, value, kv_cache, group.metadata, group.plan, self.spec, sinks)
 
     def __call__(
         self,
@@ -98,4 +99,63 @@ class Attention:
         assert (sinks is not None) == self.has_sinks
         group = ctx.groups[ctx.group_of_layer[self.index]]
         kv_cache = ctx.kv_caches[self.index]
-        return group.backend.forward(q, k, v, kv_cache, group.metadata, group.plan, self.spec, sinks)
+        return _of_heads(group).forward(q, k, v, kv_cache, group.metadata, group.plan, self.spec, sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Causal attention of layer `index` on this rank's heads, whose keys and values follow from latents (`MLASpec`)."""
+
+    index: int
+    num_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    scale: float
+    spec: AttentionSpec = field(init=False)  # what a backend is told in every call
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", AttentionSpec(self.num_heads, self.scale))
+
+    @property
+    def name(self) -> str:
+        return f"layers.{self.index}.attention"
+
+    def kv_cache_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
+        """See `Attention`."""
+        return MLASpec(block_size, self.kv_lora_rank, self.qk_rope_head_dim, dtype)
+
+    def kv_write_target(self, ctx: ForwardContext) -> KVWriteTarget | None:
+        """Where to write rows before `__call__`; None: this writes them."""
+        group = ctx.groups[ctx.group_of_layer[self.index]]
+        if not group.backend.accepts_prewritten_kv:
+            return None
+        return KVWriteTarget(ctx.kv_caches[self.index], group.metadata.slot_mapping)
+
+    def zero_kv(self, group: GroupContext, kv_cache: torch.Tensor) -> None:
+        """Zeroes the rows of the step's tokens in this layer."""
+        rows = kv_cache.new_zeros(group.metadata.num_tokens, kv_cache.shape[-1])
+        _of_latents(group).write(rows, kv_cache, group.metadata.slot_mapping)
+
+    def __call__(
+        self, query: torch.Tensor, rows: torch.Tensor, up: LatentUpProjection, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], rows: [num_tokens, kv_lora_rank +
+        qk_rope_head_dim], written to `kv_write_target` where there is one -> [num_tokens, num_heads, v_head_dim]."""
+        group, kv_cache = ctx.groups[ctx.group_of_layer[self.index]], ctx.kv_caches[self.index]
+        backend = _of_latents(group)
+        if not backend.accepts_prewritten_kv:
+            backend.write(rows, kv_cache, group.metadata.slot_mapping)
+        return backend.forward(query, rows, up, kv_cache, group.metadata, group.plan, self.spec)
+
+
+AnyAttention = Attention | LatentAttention
+
+
+def _of_heads(group: GroupContext) -> AttentionBackend:
+    assert isinstance(group.backend, AttentionBackend)
+    return group.backend
+
+
+def _of_latents(group: GroupContext) -> LatentBackend:
+    assert isinstance(group.backend, LatentBackend)
+    return group.backend

@@ -14,6 +14,7 @@ from ringcore.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheSpec,
     LocalAttentionSpec,
+    MLASpec,
     SlidingWindowSpec,
 )
 
@@ -103,7 +104,7 @@ class LocalAttentionManager(GroupManager):
 def make_group_manager(spec: KVCacheSpec, index: int, pool: BlockPool, **sizes: int) -> GroupManager:
     """The manager of group `index` of the pool. `sizes`: the keywords of `GroupManager`."""
     match spec:
-        case FullAttentionSpec():
+        case FullAttentionSpec() | MLASpec():
             return FullAttentionManager(spec, index, pool, **sizes)
         case SlidingWindowSpec() | ChunkedAttentionSpec():
             return LocalAttentionManager(spec, index, pool, **sizes)

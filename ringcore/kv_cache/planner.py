@@ -17,7 +17,13 @@ import msgspec
 
 from ringcore.errors import ConfigError
 from ringcore.kv_cache.capacity import too_few_blocks, too_little_memory
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec
+from ringcore.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    LocalAttentionSpec,
+)
 
 __all__ = ["plan_kv_cache", "plan_without_limit"]
 
@@ -149,7 +155,7 @@ def _union(stages: Sequence[dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
 
 def _without_idle_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> dict[str, KVCacheSpec]:
     def visible(spec: KVCacheSpec) -> KVCacheSpec:
-        if isinstance(spec, FullAttentionSpec) or spec.most_seen < max_model_len:
+        if not isinstance(spec, LocalAttentionSpec) or spec.most_seen < max_model_len:
             return spec
         return FullAttentionSpec(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.v_head_size)
 
@@ -186,9 +192,9 @@ def _do_not_divide(layers: Mapping[str, KVCacheSpec], name: str, other: str, num
 def _describe(spec: KVCacheSpec) -> str:
     """Its fields; those that are None are left out."""
     numbers = {name: value for name, value in msgspec.structs.asdict(spec).items() if value is not None}
-    heads = numbers.pop("num_kv_heads")
-    named = [f"{name} {value}" for name, value in numbers.items()]
-    return f"({', '.join([named[0], f'{heads} KV heads', *named[1:]])})"
+    heads = numbers.pop("num_kv_heads", None)
+    first, *others = [f"{name} {value}" for name, value in numbers.items()]
+    return f"({', '.join([first, 'latents' if heads is None else f'{heads} KV heads', *others])})"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -15,10 +15,12 @@ __all__ = [
     "DTYPE_BYTES",
     "ChunkedAttentionSpec",
     "FullAttentionSpec",
+    "HeadsSpec",
     "KVCacheConfig",
     "KVCacheGroup",
     "KVCacheSpec",
     "LocalAttentionSpec",
+    "MLASpec",
     "SlidingWindowSpec",
 ]
 
@@ -133,12 +135,41 @@ class ChunkedAttentionSpec(msgspec.Struct, frozen=True, tag="chunked", forbid_un
         return num_computed_tokens // self.chunk_size * self.chunk_size
 
 
+class MLASpec(msgspec.Struct, frozen=True, tag="latent", forbid_unknown_fields=True):
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): of every token one row for all heads, the same on every rank.
+    It has the normalised latent, of which keys and values of all heads are linear functions, then the part of the key
+    that is rotated and that all heads share."""
+
+    block_size: int
+    kv_lora_rank: int  # numbers of the latent
+    qk_rope_head_dim: int  # of the rotated part
+    dtype: str
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of a row."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.block_size * self.head_size * DTYPE_BYTES[self.dtype]
+
+    def blocks_needed(self, num_tokens: int, max_tokens_in_flight: int) -> int:
+        """The most blocks that one request holds until it has `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+
 # A token does not attend to all before it: blocks of those that no later token attends to are freed.
 LocalAttentionSpec = SlidingWindowSpec | ChunkedAttentionSpec
-KVCacheSpec = FullAttentionSpec | LocalAttentionSpec
+HeadsSpec = FullAttentionSpec | LocalAttentionSpec  # keys and values of heads
+KVCacheSpec = HeadsSpec | MLASpec
 
 
-def _page_size_bytes(spec: KVCacheSpec) -> int:
+def _page_size_bytes(spec: HeadsSpec) -> int:
     numbers = spec.head_size + spec.value_size  # of a token in one head
     return spec.block_size * spec.num_kv_heads * numbers * DTYPE_BYTES[spec.dtype]
 

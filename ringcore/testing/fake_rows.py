@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, LocalAttentionSpec
+from ringcore.kv_cache.spec import KVCacheConfig, KVCacheGroup, LocalAttentionSpec
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.testing.step_cost import StepWork
 
@@ -210,7 +210,7 @@ class BlockTable:
     def __init__(self, group: KVCacheGroup, num_users: np.ndarray, max_num_seqs: int, config: KVCacheConfig) -> None:
         self._spec = group.spec
         self._block_size = group.spec.block_size
-        self._num_users = num_users if isinstance(group.spec, FullAttentionSpec) else None
+        self._num_users = None if isinstance(group.spec, LocalAttentionSpec) else num_users
         max_num_blocks = -(-config.max_model_len // self._block_size)
         # np.zeros allocates pages on first touch: rows never used cost nothing.
         self._ids = np.zeros((max_num_seqs, max_num_blocks), dtype=np.int32)

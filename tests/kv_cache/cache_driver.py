@@ -14,12 +14,17 @@ from ringcore.kv_cache.spec import (
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
+    MLASpec,
     SlidingWindowSpec,
 )
 
 
 def full(block_size: int = 4) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32")
+
+
+def latent(block_size: int = 4) -> MLASpec:
+    return MLASpec(block_size=block_size, kv_lora_rank=12, qk_rope_head_dim=4, dtype="float32")
 
 
 def window(sliding_window: int, block_size: int = 4) -> SlidingWindowSpec:

@@ -6,7 +6,7 @@ The slots of the model hold what the kernels would have written; every token tha
 from __future__ import annotations
 
 import numpy as np
-from cache_driver import User, cache_config, chunked, full, window
+from cache_driver import User, cache_config, chunked, full, latent, window
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,16 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
 from ringcore.kv_cache.cached_prefix import CachedPrefix
 from ringcore.kv_cache.manager import KVCacheManager
-from ringcore.kv_cache.spec import ChunkedAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import ChunkedAttentionSpec, LocalAttentionSpec, SlidingWindowSpec
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_PROMPT = 4, 40, 24
 
 windows = st.integers(1, 12)
 layouts = st.one_of(
-    st.sampled_from([[full(4)], [full(1)], [full(2), full(4)], [full(8), full(2)]]),
+    st.sampled_from([[full(4)], [full(1)], [full(2), full(4)], [full(8), full(2)], [latent(4)], [latent(2), full(4)]]),
     st.builds(lambda w, size: [window(w, size)], windows, st.sampled_from([1, 2, 4])),
     st.builds(lambda w: [full(4), window(w, 4)], windows),
     st.builds(lambda w: [window(w, 2), full(4)], windows),
+    st.builds(lambda w: [latent(4), window(w, 2)], windows),
     st.builds(lambda w, v: [window(w, 8), full(2), window(v, 4)], windows, windows),
     st.builds(lambda c, size: [chunked(c, size)], windows, st.sampled_from([1, 2, 4])),
     st.builds(lambda c: [full(4), chunked(c, 4)], windows),
@@ -166,7 +167,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_free_blocks >= num_free
         for at, row in self.rows.items():
             for group, table in enumerate(self.cache.block_ids(at)):
-                if not isinstance(self.specs[group], FullAttentionSpec):
+                if isinstance(self.specs[group], LocalAttentionSpec):
                     first = min(self.first_needed(group, row.confirmed), len(table))
                     assert not table[:first].any(), "a block is kept that no token sees"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from ringcore.kv_cache.spec import (
     KVCacheConfig,
     KVCacheSpec,
     LocalAttentionSpec,
+    MLASpec,
     SlidingWindowSpec,
 )
 
@@ -26,6 +28,11 @@ def full(block_size=4, num_kv_heads=1, head_size=8, dtype="float32") -> FullAtte
 
 def sliding(sliding_window, block_size=4, num_kv_heads=1, head_size=8, dtype="float32") -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size, num_kv_heads, head_size, dtype, sliding_window)
+
+
+def latent(kv_lora_rank=12, block_size=4) -> MLASpec:
+    """Of 12: as many numbers in a row as a head of `full` has in key and value."""
+    return MLASpec(block_size, kv_lora_rank, qk_rope_head_dim=4, dtype="float32")
 
 
 def model(*specs: KVCacheSpec) -> dict[str, KVCacheSpec]:
@@ -367,6 +374,22 @@ def test_ranks_must_agree_on_values():
         plan_ranks([model(F), model(wide)], [10**6] * 2)
 
 
+def test_latents_are_a_group_of_their_own():
+    """In blocks of twice the tokens beside 2 heads: a row is for all heads."""
+    config = plan(model(latent(), full(num_kv_heads=2), latent()))
+    assert [(group.layer_names, group.spec) for group in config.groups] == [
+        (["layers.0"], latent(block_size=8)),
+        (["layers.2"], latent(block_size=8)),
+        (["layers.1"], full(num_kv_heads=2)),
+    ]
+
+
+def test_ranks_must_agree_on_latents():
+    """Every rank has the whole row, however the heads are split."""
+    with pytest.raises(ConfigError, match=r"\(block_size 4, latents, kv_lora_rank 12, .* rank 0 and .*kv_lora_rank 28"):
+        plan_ranks([model(latent()), model(latent(28))], [10**6] * 2)
+
+
 def test_ranks_must_agree_on_windows():
     with pytest.raises(
         ConfigError, match=r"layers\.0 is .*sliding_window 8\) on rank 0 and .*dtype float32\) on rank 1"
@@ -390,6 +413,7 @@ KINDS = st.one_of(
     st.builds(full, num_kv_heads=st.sampled_from([1, 2, 4])),
     st.builds(sliding, st.integers(1, 40), num_kv_heads=st.sampled_from([1, 2])),
     st.builds(chunked, st.integers(1, 40), st.sampled_from([None, 24])),
+    st.builds(latent, st.sampled_from([12, 28])),
 )
 OPTIONS = st.fixed_dictionaries({"max_model_len": st.integers(2, 300), "in_flight": st.integers(1, 64)})
 
@@ -436,6 +460,9 @@ def check_groups(config: KVCacheConfig, layers, max_model_len: int) -> None:
         for name in group.layer_names:
             own, shared = layers[name], group.spec
             assert (own.num_kv_heads, own.head_size, own.dtype) == (shared.num_kv_heads, shared.head_size, shared.dtype)
+            if isinstance(own, MLASpec):
+                assert msgspec.structs.replace(shared, block_size=own.block_size) == own
+                continue
             assert own.v_head_size == shared.v_head_size
             if isinstance(own, LocalAttentionSpec) and own.most_seen < max_model_len:
                 assert type(shared) is type(own)

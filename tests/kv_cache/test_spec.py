@@ -12,6 +12,7 @@ from ringcore.kv_cache.spec import (
     KVCacheGroup,
     KVCacheSpec,
     LocalAttentionSpec,
+    MLASpec,
     SlidingWindowSpec,
 )
 
@@ -93,6 +94,15 @@ def test_values_of_another_width_count_with_their_own():
     assert (spec.value_size, full().value_size) == (128, 8)
     with pytest.raises(AssertionError, match="one way to write a spec"):
         FullAttentionSpec(16, 4, 192, "bfloat16", 192)
+
+
+def test_a_latent_is_one_row_for_all_heads():
+    """Of DeepSeek-V3's 128 heads, 71 times as small as expanded."""
+    spec = MLASpec(16, 512, 64, "bfloat16")
+    assert spec.page_size_bytes == 16 * 576 * 2
+    assert FullAttentionSpec(16, 128, 192, "bfloat16", 128).page_size_bytes // spec.page_size_bytes == 71
+    assert [spec.blocks_needed(n, 100) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=KVCacheSpec) == spec
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backend import PagedBackend
 from ringcore.attention.backends.flash_attn import FlashAttnBackend
+from ringcore.attention.backends.torch_mla import TorchMLABackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.attention.backends.triton import TritonBackend
 from ringcore.attention.spec import AttentionSpec
@@ -17,10 +18,11 @@ from ringcore.kv_cache.spec import KVCacheSpec
 __all__ = ["BACKENDS", "choose_backend"]
 
 # name: class; "auto" takes the first that does not refuse
-BACKENDS: dict[str, type[AttentionBackend]] = {
+BACKENDS: dict[str, type[PagedBackend]] = {
     TritonBackend.name: TritonBackend,
     FlashAttnBackend.name: FlashAttnBackend,
     TorchSdpaBackend.name: TorchSdpaBackend,
+    TorchMLABackend.name: TorchMLABackend,
 }
 
 
@@ -31,9 +33,9 @@ def choose_backend(
     device: torch.device,
     order: Sequence[str] | None = None,
     sharing_specs: Sequence[KVCacheSpec] = (),
-) -> AttentionBackend:
+) -> PagedBackend:
     """The backend `name`, or for "auto" the first of `order` (None: of `BACKENDS`) that can serve the `layers` of a KV
-    cache group of `spec` on `device`. `layers` and `sharing_specs` as for `AttentionBackend`. Raises `ConfigError` with
+    cache group of `spec` on `device`. `layers` and `sharing_specs` as for `PagedBackend`. Raises `ConfigError` with
     the reason of every backend that refused.
     """
     if name != "auto" and name not in BACKENDS:

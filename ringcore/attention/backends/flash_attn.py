@@ -22,7 +22,7 @@ from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.upload import upload
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, MLASpec
 
 __all__ = ["FlashAttnBackend"]
 
@@ -62,6 +62,8 @@ class FlashAttnBackend(AttentionBackend):
         device: torch.device,
         sharing_specs: Sequence[KVCacheSpec] = (),
     ) -> str | None:
+        if isinstance(spec, MLASpec):
+            return "it attends over keys and values of heads, not over latents"
         if device.type != "cuda":
             return f"it runs on a CUDA device, not on {device.type}"
         if importlib.util.find_spec("triton") is None:
@@ -146,7 +148,7 @@ def _function(module: str) -> Callable[..., torch.Tensor]:
     return function
 
 
-def _refused_feature(spec: KVCacheSpec, layers: Sequence[AttentionSpec], module: str) -> str | None:
+def _refused_feature(spec: FullAttentionSpec, layers: Sequence[AttentionSpec], module: str) -> str | None:
     """What of `layers` the arguments of the module's function do not express."""
     if spec.v_head_size is not None:
         return f"its values have as many numbers as its keys, {spec.head_size}, not {spec.v_head_size}"

@@ -45,7 +45,7 @@ from ringcore.attention.backends.torch_sdpa_plan import (
 )
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 __all__ = ["TorchSdpaBackend"]
 
@@ -60,7 +60,7 @@ class TorchSdpaBackend(AttentionBackend):
     ) -> None:
         super().__init__(spec, layers, sharing_specs)
         self._group = self.num_heads // spec.num_kv_heads  # query heads that share a KV head
-        self._layout = PageLayout(spec, sharing_specs)
+        self._layout = PageLayout(self.spec, sharing_specs)
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         self._planner = Planner(spec, self._layout.has_contiguous_blocks)
         self._clamps = spec.dtype == "float16"
@@ -73,6 +73,8 @@ class TorchSdpaBackend(AttentionBackend):
         device: torch.device,
         sharing_specs: Sequence[KVCacheSpec] = (),
     ) -> str | None:
+        if isinstance(spec, MLASpec):
+            return "it attends over keys and values of heads, not over latents"
         if device.type != "cpu":
             return f"it runs on a CPU, not on {device.type}"
         if spec.dtype not in DTYPE_BYTES:

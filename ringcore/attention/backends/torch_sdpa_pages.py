@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, HeadsSpec, KVCacheSpec, MLASpec
 
 __all__ = ["Context", "Gather", "PageLayout", "Parts"]
 
@@ -29,7 +29,7 @@ class PageLayout:
     Layers of one shape, the common case, have one head per section.
     """
 
-    def __init__(self, spec: KVCacheSpec, sharing_specs: Sequence[KVCacheSpec]) -> None:
+    def __init__(self, spec: HeadsSpec, sharing_specs: Sequence[KVCacheSpec]) -> None:
         assert all(other.dtype == spec.dtype and self.can_share(spec, other) for other in sharing_specs)
         self._spec = spec
         self._num_sections = math.gcd(spec.num_kv_heads, *(other.num_kv_heads for other in sharing_specs))
@@ -38,8 +38,10 @@ class PageLayout:
         self.has_contiguous_blocks = self._heads_per_section == 1
 
     @staticmethod
-    def can_share(spec: KVCacheSpec, other: KVCacheSpec) -> bool:
+    def can_share(spec: HeadsSpec, other: KVCacheSpec) -> bool:
         """Whether a block of layers of both has equally many bytes of keys, and of values."""
+        if isinstance(other, MLASpec):
+            return False
         keys, others = (
             one.num_kv_heads * one.block_size * one.head_size * DTYPE_BYTES[one.dtype] for one in (spec, other)
         )

@@ -32,7 +32,7 @@ from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.upload import upload_packed
-from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
     from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
@@ -113,6 +113,8 @@ class TritonBackend(AttentionBackend):
         device: torch.device,
         sharing_specs: Sequence[KVCacheSpec] = (),
     ) -> str | None:
+        if isinstance(spec, MLASpec):
+            return "it attends over keys and values of heads, not over latents"
         if device.type != "cuda":
             return f"it runs on a CUDA device, not on {device.type}"
         if importlib.util.find_spec("triton") is None:

@@ -18,7 +18,7 @@ import torch
 from ringcore.attention.layer import KVWriteTarget
 from ringcore.checkpoint import RopeSpec
 from ringcore.model_executor import ops
-from ringcore.model_executor.layers.norm import HeadNorm
+from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 
 __all__ = [
     "ComplexRotation",
@@ -61,6 +61,15 @@ class Rotation(Protocol):
         None if they were written to kv_target.
         """
 
+    def rotate(self, x: torch.Tensor) -> None:
+        """Rotates x in place: [n, heads, head_dim], of any strides but the last, which is 1, and even."""
+
+    def latent_rows(
+        self, compressed: torch.Tensor, norm: RMSNorm, kv_target: KVWriteTarget | None = None
+    ) -> torch.Tensor:
+        """compressed: [n, size of the norm + head_dim], of any row stride -> the first part normalised and the second
+        one rotated, a new tensor; in kv_target too, where there is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ComplexRotation:
@@ -83,6 +92,18 @@ class ComplexRotation:
         ops.apply_rotary(qk, self.angles)
         q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 1)
         return q, k, v
+
+    def rotate(self, x: torch.Tensor) -> None:
+        ops.apply_rotary(x, self.angles)
+
+    def latent_rows(
+        self, compressed: torch.Tensor, norm: RMSNorm, kv_target: KVWriteTarget | None = None
+    ) -> torch.Tensor:
+        assert kv_target is None, "backends on this device write rows"
+        rank = compressed.shape[1] - 2 * self.angles.shape[2]
+        rows = torch.cat((norm(compressed[:, :rank]), compressed[:, rank:]), 1)
+        ops.apply_rotary(rows[:, None, rank:], self.angles)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +136,18 @@ class KernelRotation:
             return heads[:, :num_heads], None, None
         q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
         return q, k, v
+
+    def rotate(self, x: torch.Tensor) -> None:
+        from ringcore.kernels.latent_rows import rotate_heads
+
+        rotate_heads(x, self.cos_sin)
+
+    def latent_rows(
+        self, compressed: torch.Tensor, norm: RMSNorm, kv_target: KVWriteTarget | None = None
+    ) -> torch.Tensor:
+        from ringcore.kernels.latent_rows import latent_rows
+
+        return latent_rows(compressed, norm.gain, norm.eps, self.cos_sin, *(kv_target or ()))
 
 
 class RotaryTable:

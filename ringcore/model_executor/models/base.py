@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention
 from ringcore.checkpoint import ModelSpec
 from ringcore.checkpoint.expected_tensors import is_dispensable
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
@@ -26,7 +26,7 @@ class CausalLM(ABC):
     vocab_size: int
     hidden_size: int
     stage: Stage
-    attention_layers: Sequence[Attention]  # of the stage
+    attention_layers: Sequence[AnyAttention]  # of the stage
     elsewhere: Sequence[Weight]  # of other stages
 
     @abstractmethod

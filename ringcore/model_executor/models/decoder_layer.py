@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.attention.context import ForwardContext
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention, Attention
 from ringcore.checkpoint.family import Activation
 from ringcore.model_executor.layers.activation import BoundGate, Pointwise, bind_activation, pointwise
 from ringcore.model_executor.layers.layer_norm import LayerNorm
@@ -58,7 +58,7 @@ class Sublayer(ABC):
         contribution = self(norm, hidden, inputs)
         stream.rows.add_(contribution)
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[AnyAttention]:
         """Those with a KV cache."""
         return []
 
@@ -89,7 +89,7 @@ class SelfAttention(Sublayer):
         optional = [part for part in (self._head_norm, self._qk_norm, self._sinks) if part is not None]
         return [self.qkv_proj, *optional, self.o_proj]
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[AnyAttention]:
         return [self.attention]
 
     def _attended(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
@@ -168,7 +168,7 @@ class PostNormed(Sublayer):
     def layers(self) -> list[WeightedLayer]:
         return [*self.inner.layers(), self.out_norm]
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[AnyAttention]:
         return self.inner.attention_layers()
 
     def bind_device(self, device: torch.device) -> None:
@@ -198,7 +198,7 @@ class DecoderLayer:
     def layers(self) -> list[WeightedLayer]:
         return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[AnyAttention]:
         return [*self.self_attention.attention_layers(), *self.mlp.attention_layers()]
 
     def bind_device(self, device: torch.device) -> None:

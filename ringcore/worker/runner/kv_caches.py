@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backend import PagedBackend
 from ringcore.attention.backends import choose_backend
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
@@ -21,7 +21,7 @@ from ringcore.worker.platforms.platform import Platform
 __all__ = ["allocate_kv_caches", "choose_backends", "group_of_layer"]
 
 
-def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> dict[int, int]:
+def group_of_layer(config: KVCacheConfig, layers: Sequence[AnyAttention]) -> dict[int, int]:
     """The index of each layer's group, by the index of the layer."""
     groups = {name: index for index, group in enumerate(config.groups) for name in group.layer_names}
     assert sorted(groups) == sorted(layer.name for layer in layers), "the plan has other layers than the model"
@@ -29,8 +29,8 @@ def group_of_layer(config: KVCacheConfig, layers: Sequence[Attention]) -> dict[i
 
 
 def choose_backends(
-    name: str, config: KVCacheConfig, layers: Sequence[Attention], platform: Platform
-) -> list[AttentionBackend]:
+    name: str, config: KVCacheConfig, layers: Sequence[AnyAttention], platform: Platform
+) -> list[PagedBackend]:
     """The backend of each group, for the plan's specs, which may differ from those that the layers reported. name: the
     engine option attention_backend. Raises `ConfigError` where no backend can serve a group."""
     specs, of_layer = [group.spec for group in config.groups], group_of_layer(config, layers)
@@ -46,8 +46,8 @@ def choose_backends(
 
 def allocate_kv_caches(
     config: KVCacheConfig,
-    layers: Sequence[Attention],
-    backends: Sequence[AttentionBackend],  # by group
+    layers: Sequence[AnyAttention],
+    backends: Sequence[PagedBackend],  # by group
     platform: Platform,
 ) -> dict[int, torch.Tensor]:
     """One zero-filled tensor per layer: `ForwardContext.kv_caches`.

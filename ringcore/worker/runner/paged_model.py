@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backend import PagedBackend
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.models.base import CausalLM
@@ -24,7 +24,7 @@ class PagedModel:
     """The model, the attention backend of each KV cache group, and the KV cache of each attention layer."""
 
     model: CausalLM
-    backends: tuple[AttentionBackend, ...]  # by group
+    backends: tuple[PagedBackend, ...]  # by group
     group_of_layer: Mapping[int, int]  # this and the next by index of an attention layer
     kv_caches: Mapping[int, torch.Tensor]
 

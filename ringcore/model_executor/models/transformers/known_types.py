@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention, LatentAttention
 from ringcore.checkpoint import ModelFiles, TransformersSpec
 from ringcore.checkpoint.family import Family
 from ringcore.checkpoint.gguf_architectures import GGUF_ARCHITECTURES
@@ -171,11 +171,13 @@ def _fused(report: ModelReport) -> str:
     return ", ".join(kind if share == 1 else f"{kind} in {share:.0%}" for kind, share in shares.items() if share)
 
 
-def _cache_kind(layer: Attention) -> str:
+def _cache_kind(layer: AnyAttention) -> str:
     return str(type(layer.kv_cache_spec(1, "bfloat16")).__struct_config__.tag).replace("_", " ")
 
 
-def _kinds(layer: Attention) -> list[str]:
+def _kinds(layer: AnyAttention) -> list[str]:
+    if isinstance(layer, LatentAttention):
+        return []
     given = {
         "chunks": layer.chunk_size is not None,
         "sliding window": layer.sliding_window is not None,

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention, Attention
 from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
@@ -98,7 +98,11 @@ class TransformersModel(CausalLM):
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.attention_layers = _attention_layers(calls, on_rank, tp.size, ours)
-        self._layers = {call.module: layer for call, layer in zip(on_rank, self.attention_layers, strict=True)}
+        self._layers = {
+            call.module: layer
+            for call, layer in zip(on_rank, self.attention_layers, strict=True)
+            if isinstance(layer, Attention)
+        }
         _use_products(model, self._fusion.linears, tp)
         self._model, self._head = model, head_of(body)
         self._plain_head = check_head(self._head, model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
@@ -205,11 +209,11 @@ def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:
 
 
 def _attention_layers(
-    calls: Sequence[AttentionCall], on_rank: Sequence[AttentionCall], ranks: int, ours: Mapping[int, Attention]
-) -> list[Attention]:
+    calls: Sequence[AttentionCall], on_rank: Sequence[AttentionCall], ranks: int, ours: Mapping[int, AnyAttention]
+) -> list[AnyAttention]:
     """calls: of the whole model with masks; on_rank: of this rank's share, as the engine's passes are. ours: of the
     layers that are, by index."""
-    layers = []
+    layers: list[AnyAttention] = []
     for index, (call, local) in enumerate(zip(calls, on_rank, strict=True)):
         if index in ours:
             layers.append(ours[index])

@@ -33,7 +33,7 @@ def check_body(sample: SamplePass, trial: Trial, found: Recognised, calls: Seque
     """Fuses the sample's body, of which nothing else can be tried afterwards. Raises `NotRecognised` where it computes
     something else then."""
     whole = sample.calls[-1]
-    fused = fuse(sample.body, found, calls, trial.parts, lambda index: 0)
+    fused = fuse(sample.body, found, calls, trial.parts, lambda index, plan: trial.index_of(plan))
     try:
         trial.bind(fused.weighted())
         fused.bind_device(torch.device("cpu"))

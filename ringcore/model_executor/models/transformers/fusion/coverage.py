@@ -10,8 +10,10 @@ import torch
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
 from ringcore.model_executor.models.transformers.fusion.plan import (
+    AnyAttentionPlan,
     AttentionPlan,
     GatedPlan,
+    LatentPlan,
     LayerPlan,
     MLPPlan,
     ModulePlan,
@@ -23,7 +25,7 @@ from ringcore.model_executor.models.transformers.fusion.sample_pass import NotRe
 
 __all__ = ["Part", "fitting", "is_of_module", "modules_of"]
 
-Part = LayerPlan | AttentionPlan | MLPPlan | NormPlan
+Part = LayerPlan | AnyAttentionPlan | MLPPlan | NormPlan
 
 
 def fitting(
@@ -39,11 +41,11 @@ def fitting(
     reasons = dict(found.reasons)
     call_of = dict(zip(found.layers, calls, strict=False))  # none, where nothing is recognised
 
-    def fits(path: str, part: AttentionPlan | MLPPlan | NormPlan) -> bool:
+    def fits(path: str, part: AnyAttentionPlan | MLPPlan | NormPlan) -> bool:
         try:
             _check_tensors(part, layouts, dtype)
             match part:
-                case AttentionPlan():
+                case AttentionPlan() | LatentPlan():
                     call = next(call for layer, call in call_of.items() if path.startswith(f"{layer}."))
                     _check_heads(part, call, num_ranks)
                 case GatedPlan() | PlainPlan() if part.up.length % num_ranks:
@@ -89,6 +91,10 @@ def modules_of(part: Part) -> Iterator[str]:
             yield from (norm.path for norm in part.qk_norms or ())
             if part.sinks is not None:
                 yield part.sinks
+        case LatentPlan():
+            yield from (part.q, part.kv_down, part.kv_norm.path, part.kv_up, part.out)
+            if part.q_down is not None and part.q_norm is not None:
+                yield from (part.q_down, part.q_norm.path)
         case GatedPlan():
             yield from dict.fromkeys((part.gate.path, part.up.path))
             yield part.down
@@ -99,14 +105,14 @@ def modules_of(part: Part) -> Iterator[str]:
             yield part.path
 
 
-def _parts_of(plan: LayerPlan) -> list[AttentionPlan | MLPPlan | NormPlan]:
+def _parts_of(plan: LayerPlan) -> list[AnyAttentionPlan | MLPPlan | NormPlan]:
     """Those that are ours."""
     sublayers = [part for part in (plan.attention, plan.mlp) if not isinstance(part, ModulePlan)]
     return [*sublayers, *plan.norms.all()]
 
 
 def _check_tensors(
-    part: AttentionPlan | MLPPlan | NormPlan, layouts: Mapping[str, TensorLayout], dtype: torch.dtype
+    part: AnyAttentionPlan | MLPPlan | NormPlan, layouts: Mapping[str, TensorLayout], dtype: torch.dtype
 ) -> None:
     """That the checkpoint has them as the model does: a name, a whole tensor, of the model's dtype."""
     for module in modules_of(part):
@@ -119,9 +125,10 @@ def _check_tensors(
                 raise NotRecognised(f"the checkpoint has {name} in another form")
 
 
-def _check_heads(part: AttentionPlan, call: AttentionCall, num_ranks: int) -> None:
+def _check_heads(part: AnyAttentionPlan, call: AttentionCall, num_ranks: int) -> None:
     kv_heads = call.num_kv_heads
     if call.num_heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
         raise NotRecognised(f"{call.num_heads} attention and {kv_heads} KV heads do not divide over {num_ranks} ranks")
-    if num_ranks > 1 and part.qk_norms is not None and part.qk_norms[0].size != call.head_size:
-        raise NotRecognised(f"{part.qk_norms[0].path} is over the heads of all ranks")
+    norms = part.qk_norms if isinstance(part, AttentionPlan) else None
+    if num_ranks > 1 and norms is not None and norms[0].size != call.head_size:
+        raise NotRecognised(f"{norms[0].path} is over the heads of all ranks")

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.fusion.coverage import is_of_module, modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_layer import FusedLayer
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedAttention, FusedMLP, FusedNorm
 from ringcore.model_executor.models.transformers.fusion.parts import Parts
-from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, ModulePlan, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.plan import (
+    AnyAttentionPlan,
+    ModulePlan,
+    RotaryPlan,
+)
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.weight import WeightedLayer
 
@@ -28,7 +32,7 @@ class FusedBody:
     size of a head; None: no rotation."""
 
     modules: dict[str, FusedLayer | FusedAttention | FusedMLP | FusedNorm] = field(default_factory=dict)
-    attentions: dict[int, Attention] = field(default_factory=dict)
+    attentions: dict[int, AnyAttention] = field(default_factory=dict)
     rotaries: list[tuple[RotaryPlan | None, int]] = field(default_factory=list)
 
     def weighted(self) -> Iterator[WeightedLayer]:
@@ -58,7 +62,7 @@ def fuse(
     found: Recognised,
     calls: Sequence[AttentionCall],
     parts: Callable[[float], Parts],
-    index_of: Callable[[int], int],
+    index_of: Callable[[int, AnyAttentionPlan], int],
 ) -> FusedBody:
     """parts: by the scale of a layer. index_of: of a layer's attention, by that of the layer."""
     return _Fuser(found, calls, parts, index_of).fused(body)
@@ -70,7 +74,7 @@ class _Fuser:
         found: Recognised,
         calls: Sequence[AttentionCall],
         parts: Callable[[float], Parts],
-        index_of: Callable[[int], int],
+        index_of: Callable[[int, AnyAttentionPlan], int],
     ) -> None:
         self._found, self._calls, self._parts, self._index_of = found, calls, parts, index_of
         self._plans = [found.plans.get(path) for path in found.layers]
@@ -110,7 +114,7 @@ class _Fuser:
         found, plan = self._found, self._plans[index]
         assert plan is not None
         parts, is_last = self._parts(plan.scale), index + 1 == len(self._plans)
-        place = self._place(index, plan.attention) if isinstance(plan.attention, AttentionPlan) else ()
+        place = () if isinstance(plan.attention, ModulePlan) else self._place(index, plan.attention)
         ours = parts.layer(plan, self._calls[index], *place)
         self._body.attentions.update((index, attention) for attention in ours.attention_layers())
         layer = FusedLayer(
@@ -127,12 +131,12 @@ class _Fuser:
                 layer.add_module(sublayer.path.rpartition(".")[2], body.get_submodule(sublayer.path))
         return layer
 
-    def _place(self, index: int, attention: AttentionPlan) -> tuple[int, int]:
+    def _place(self, index: int, attention: AnyAttentionPlan) -> tuple[int, int]:
         """The indices of its attention and of its rotary embedding."""
-        key = attention.rotary, self._calls[index].head_size
+        key = attention.rotary, attention.rotated_size(self._calls[index].head_size)
         if key not in self._body.rotaries:
             self._body.rotaries.append(key)
-        return self._index_of(index), self._body.rotaries.index(key)
+        return self._index_of(index, attention), self._body.rotaries.index(key)
 
     def _is_one_stream(self, index: int) -> bool:
         """Whether layer `index` and the one before have one residual stream."""

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch.utils._pytree import tree_map
 
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.layers.rotary import RotaryTable, Rotation
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
@@ -22,6 +22,7 @@ from ringcore.model_executor.models.transformers.fusion.parts import Parts
 from ringcore.model_executor.models.transformers.fusion.plan import RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
 from ringcore.model_executor.models.transformers.fusion.recognition import recognise
+from ringcore.model_executor.models.transformers.fusion.sample_pass import cosines_and_sines
 from ringcore.model_executor.models.transformers.fusion.trial import angle_table
 from ringcore.model_executor.weight import SeenTensors, Weight
 
@@ -74,7 +75,7 @@ class Fusion:
         tp: TensorParallel,
         max_model_len: int,
         scheme_of: SchemeOf,
-    ) -> dict[int, Attention]:
+    ) -> dict[int, AnyAttention]:
         """Puts our layers in the body, whose buffers have values. -> their attention, by index of the layer."""
         in_body = _in_body(layouts, f"{body.path}.")
         names = {name: layout.pieces[0].checkpoint_name for name, layout in in_body.items() if layout.is_whole}
@@ -84,7 +85,7 @@ class Fusion:
         def parts(scale: float) -> Parts:
             return Parts(names, modules, size, dtype, tp, scheme_of, scale)
 
-        self._body = fuse(body.module, self.recognised, calls, parts, lambda index: index)
+        self._body = fuse(body.module, self.recognised, calls, parts, lambda index, plan: index)
         self._angles = [self._table(modules, *rotary, max_model_len) for rotary in self._body.rotaries]
         return self._body.attentions
 
@@ -149,7 +150,7 @@ class Fusion:
             return positions.expand(*leaf.shape[:-1], -1)  # of text, those of several axes are the same
 
         args, kwargs = tree_map(given, (source.args, dict(source.kwargs)))
-        cos, sin = modules[source.path](*args, **kwargs)
+        cos, sin = cosines_and_sines(modules[source.path](*args, **kwargs))
         return angle_table(cos[0], sin[0], plan, head_size)
 
 

@@ -11,6 +11,7 @@ from ringcore.attention.context import ForwardContext
 from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.layers.norm import AnyNorm, RMSNorm
 from ringcore.model_executor.models.decoder_layer import GatedMLP, LayerInputs, PlainMLP, SelfAttention
+from ringcore.model_executor.models.latent_self_attention import LatentSelfAttention
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.residual import Residual
@@ -22,7 +23,9 @@ _NO_CONTEXT = ForwardContext((), {}, {})
 
 
 class FusedAttention(nn.Module):
-    def __init__(self, sublayer: SelfAttention, unnormed: AnyNorm, num_results: int | None) -> None:
+    def __init__(
+        self, sublayer: SelfAttention | LatentSelfAttention, unnormed: AnyNorm, num_results: int | None
+    ) -> None:
         """num_results: of the tuple that the model's own returns, of which all but the first are None; None: a
         tensor."""
         super().__init__()

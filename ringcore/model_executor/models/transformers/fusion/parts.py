@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import Attention, LatentAttention
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.layers.latent_heads import LatentHeads
 from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from ringcore.model_executor.layers.norm import AnyNorm, HeadNorm, QKNorm, RMSNorm, Unnormed
@@ -25,11 +26,14 @@ from ringcore.model_executor.models.decoder_layer import (
     SelfAttention,
     Sublayer,
 )
+from ringcore.model_executor.models.latent_self_attention import LatentSelfAttention
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import ModuleSublayer
 from ringcore.model_executor.models.transformers.fusion.plan import (
+    AnyAttentionPlan,
     AttentionPlan,
     GatedPlan,
+    LatentPlan,
     LayerPlan,
     LinearRows,
     MLPPlan,
@@ -76,8 +80,46 @@ class Parts:
         return ParallelLayer(self._of_stream(plan.norms.input), attention, mlp_norm, mlp, Unnormed(self.dtype))
 
     def attention(
-        self, path: str, plan: AttentionPlan, call: AttentionCall, index: int = 0, rotary: int = 0
-    ) -> SelfAttention:
+        self, path: str, plan: AnyAttentionPlan, call: AttentionCall, index: int = 0, rotary: int = 0
+    ) -> SelfAttention | LatentSelfAttention:
+        """call: of the whole model. index: of the attention layer. rotary: see `SelfAttention`."""
+        if isinstance(plan, LatentPlan):
+            return self._of_latents(path, plan, call, index, rotary)
+        return self._of_heads(path, plan, call, index, rotary)
+
+    def _of_latents(
+        self, path: str, plan: LatentPlan, call: AttentionCall, index: int, rotary: int
+    ) -> LatentSelfAttention:
+        sizes, tp = plan.sizes, self.tp
+        rank, rope, rotated = sizes.kv_lora_rank, sizes.qk_rope_head_dim, plan.rotary.order(sizes.qk_rope_head_dim)
+        of_head = (*range(sizes.qk_nope_head_dim), *(sizes.qk_nope_head_dim + entry for entry in rotated))
+
+        def of_heads(path: str, size: int, order: tuple[int, ...] | None = None) -> OutputSlice:
+            length = call.num_heads * size // tp.size
+            return OutputSlice(self._matrix(path), call.num_heads * size, tp.rank * length, length, order)
+
+        latent = OutputSlice(self._matrix(plan.kv_down), rank + rope, 0, rank)
+        row = [latent, replace(latent, start=rank, length=rope, order=rotated)]
+        down = queries = of_heads(plan.q, call.head_size, of_head)
+        q_norm, q_up_proj = None, None
+        if plan.q_down is not None and plan.q_norm is not None:
+            q_norm, q_rank = self.rms_norm(plan.q_norm), plan.q_norm.size
+            down = OutputSlice(self._matrix(plan.q_down), q_rank, 0, q_rank)
+            q_up_proj = self._column(f"{path}.q_b_proj", [queries], plan.q_has_bias, q_rank)
+        both = sizes.qk_nope_head_dim, sizes.v_head_dim
+        up = of_heads(plan.kv_up, sum(both))
+        return LatentSelfAttention(
+            LatentAttention(index, call.num_heads // tp.size, rank, rope, call.scale * plan.query_scale),
+            self._column(f"{path}.qkv_a_proj", [down, *row], plan.down_has_bias),
+            self.rms_norm(plan.kv_norm),
+            LatentHeads(f"{path}.kv_b_proj", [up], rank, *both, self.dtype, self.scheme_of),
+            self._row(f"{path}.o_proj", plan.out, call.num_heads * sizes.v_head_dim, plan.out_has_bias),
+            rotary=rotary,
+            q_norm=q_norm,
+            q_up_proj=q_up_proj,
+        )
+
+    def _of_heads(self, path: str, plan: AttentionPlan, call: AttentionCall, index: int, rotary: int) -> SelfAttention:
         size, rank, head_size = self.tp.size, self.tp.rank, call.head_size
         order = tuple(range(head_size)) if plan.rotary is None else plan.rotary.order(head_size)
         heads, kv_heads = call.num_heads // size, max(1, call.num_kv_heads // size)
@@ -151,6 +193,11 @@ class Parts:
             weight = self.names[f"{plan.path}.weight"] if plan.has_weight else None
             bias = self.names[f"{plan.path}.bias"] if plan.has_bias else None
             return LayerNorm(plan.path, (weight, bias), plan.size, eps, self.dtype, plus_one=plan.plus_one)
+        return self.rms_norm(plan, eps)
+
+    def rms_norm(self, plan: NormPlan, eps: float | None = None) -> RMSNorm:
+        """As `norm`, of a plan that is not centred."""
+        eps = plan.eps if eps is None else eps
         return RMSNorm(plan.path, self._matrix(plan.path), plan.size, eps, self.dtype, plus_one=plan.plus_one)
 
     def _head_norm(
@@ -177,9 +224,12 @@ class Parts:
                 slices.append(OutputSlice(name, rows.num_outputs, rows.start, rows.length, order))
         return slices
 
-    def _column(self, name: str, outputs: Sequence[OutputSlice], has_bias: bool) -> ColumnParallelLinear:
+    def _column(
+        self, name: str, outputs: Sequence[OutputSlice], has_bias: bool, num_inputs: int | None = None
+    ) -> ColumnParallelLinear:
+        """num_inputs: None: the hidden rows."""
         return ColumnParallelLinear(
-            name, outputs, self.hidden_size, bias=has_bias, dtype=self.dtype, scheme_of=self.scheme_of
+            name, outputs, num_inputs or self.hidden_size, bias=has_bias, dtype=self.dtype, scheme_of=self.scheme_of
         )
 
     def _row(self, name: str, path: str, num_inputs: int, has_bias: bool) -> RowParallelLinear:

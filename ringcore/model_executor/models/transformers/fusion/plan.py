@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,8 +12,11 @@ from ringcore.model_executor.layers.rotary import interleaved
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import Arguments
 
 __all__ = [
+    "AnyAttentionPlan",
     "AttentionPlan",
     "GatedPlan",
+    "LatentPlan",
+    "LatentSizes",
     "LayerNorms",
     "LayerPlan",
     "LinearRows",
@@ -78,6 +81,49 @@ class AttentionPlan:
     qk_norms: tuple[NormPlan, NormPlan] | None
     sinks: str | None  # the name of their tensor
 
+    def rotated_size(self, head_size: int) -> int:
+        """The numbers of a head, all or its last ones, that the rotary embedding is given."""
+        return head_size
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """Latent attention, the parameters' names being DeepSeek's in transformers: of each head of `q` the last
+    qk_rope_head_dim rows are rotated, so are these rows of `kv_down`, which all heads share; `kv_up` has of each head
+    the rows of its key without these, and then those of its value."""
+
+    sizes: LatentSizes
+    q: str  # of the hidden rows, or of a normalised latent of the queries
+    q_has_bias: bool
+    q_down: str | None
+    q_norm: NormPlan | None
+    kv_down: str
+    down_has_bias: bool  # of the linears of the hidden rows
+    kv_norm: NormPlan
+    kv_up: str  # without a bias
+    out: str
+    out_has_bias: bool
+    query_scale: float  # of the rows of q, before attention
+    rotary: RotaryPlan  # of the rotated rows alone
+
+    def rotated_size(self, head_size: int) -> int:
+        """See `AttentionPlan`."""
+        return self.sizes.qk_rope_head_dim
+
+    def rotated_by(self, rotary: RotaryPlan) -> LatentPlan:
+        return replace(self, rotary=rotary)
+
+
+AnyAttentionPlan = AttentionPlan | LatentPlan
+
 
 @dataclass(frozen=True, slots=True)
 class GatedPlan:
@@ -132,7 +178,7 @@ class LayerPlan:
     """
 
     path: str
-    attention: AttentionPlan | ModulePlan
+    attention: AnyAttentionPlan | ModulePlan
     mlp: MLPPlan | ModulePlan
     norms: LayerNorms = LayerNorms()
     scale: float = 1.0

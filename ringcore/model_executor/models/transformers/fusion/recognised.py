@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ringcore.model_executor.models.transformers.fusion.plan import AttentionPlan, LayerPlan, MLPPlan, NormPlan
+from ringcore.model_executor.models.transformers.fusion.plan import AnyAttentionPlan, LayerPlan, MLPPlan, NormPlan
 
 __all__ = ["Recognised", "RotarySource"]
 
@@ -27,7 +27,7 @@ class Recognised:
 
     layers: tuple[str, ...] = ()
     plans: Mapping[str, LayerPlan] = field(default_factory=dict)
-    attentions: Mapping[str, AttentionPlan] = field(default_factory=dict)
+    attentions: Mapping[str, AnyAttentionPlan] = field(default_factory=dict)
     mlps: Mapping[str, MLPPlan] = field(default_factory=dict)
     norms: Mapping[str, NormPlan] = field(default_factory=dict)
     final_norm: NormPlan | None = None  # of the last layer's output, and of nothing else

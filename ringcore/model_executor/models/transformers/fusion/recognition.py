@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.fusion.body_trial import check_body
+from ringcore.model_executor.models.transformers.fusion.latents import find_latent_attention
 from ringcore.model_executor.models.transformers.fusion.mlps import find_mlp
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import Argument, Arguments
 from ringcore.model_executor.models.transformers.fusion.norms import find_norms
 from ringcore.model_executor.models.transformers.fusion.plan import (
-    AttentionPlan,
+    AnyAttentionPlan,
     LayerNorms,
     LayerPlan,
     MLPPlan,
@@ -65,7 +66,7 @@ class _Search:
     def __init__(self, sample: SamplePass, trial: Trial) -> None:
         self._sample, self._trial = sample, trial
         self._norms = find_norms(sample)
-        self._attentions: dict[str, AttentionPlan] = {}
+        self._attentions: dict[str, AnyAttentionPlan] = {}
         self._mlps: dict[str, MLPPlan] = {}
         self._reasons: dict[str, str] = {}
         self._last_form = 0  # of the layer before, which is tried first
@@ -101,7 +102,7 @@ class _Search:
 
     def _find_sublayers(self, layer: str, attention: str, call: AttentionCall) -> None:
         try:
-            self._attentions[attention] = find_attention(self._sample, self._trial, attention, call, self._norms)
+            self._attentions[attention] = self._attention(attention, call)
         except NotRecognised as error:
             self._reasons[attention] = str(error)
         for calls in self._sublayers(layer):
@@ -111,6 +112,10 @@ class _Search:
                     self._mlps[path] = find_mlp(self._sample, self._trial, calls)
                 except NotRecognised as error:
                     self._reasons[path] = str(error)
+
+    def _attention(self, path: str, call: AttentionCall) -> AnyAttentionPlan:
+        latents = find_latent_attention(self._sample, self._trial, path, call, self._norms)
+        return latents or find_attention(self._sample, self._trial, path, call, self._norms)
 
     def _children(self, layer: str) -> list[Call]:
         return [one for one in self._sample.within(layer) if _parent(one.name) == layer and not _is_identity(one)]
@@ -159,11 +164,11 @@ class _Search:
         raise NotRecognised(f"{layer} is not two sublayers with norms, each added to its input")
 
     def _agrees(self, plan: LayerPlan, whole: Call, call: AttentionCall) -> bool:
-        attention = plan.attention
-        rotations = (
-            [self._trial.rotation(attention.rotary, call.head_size)] if isinstance(attention, AttentionPlan) else []
-        )
-        ours = self._trial.parts(plan.scale).layer(plan, call)
+        attention, rotations, index = plan.attention, [], 0
+        if not isinstance(attention, ModulePlan):
+            size = attention.rotated_size(call.head_size)
+            rotations, index = [self._trial.rotation(attention.rotary, size)], self._trial.index_of(attention)
+        ours = self._trial.parts(plan.scale).layer(plan, call, index)
         return self._trial.layer_agrees(ours, whole, rotations, plan.scale)
 
     def _final_norm(self, last: Call) -> NormPlan | None:

@@ -22,7 +22,7 @@ from ringcore.model_executor.models.transformers.attention_calls import in_one_l
 from ringcore.model_executor.models.transformers.construction import make_buffers
 from ringcore.model_executor.models.transformers.handed_down import given_to_body, handed_down
 
-__all__ = ["Call", "Heads", "NotRecognised", "SampleLinear", "SamplePass", "attend", "run_sample"]
+__all__ = ["Call", "Heads", "NotRecognised", "SampleLinear", "SamplePass", "attend", "cosines_and_sines", "run_sample"]
 
 _SAMPLE = "ringcore_sample"  # the name of `_sample_attention` in transformers' interface
 _RANK = 8
@@ -122,8 +122,9 @@ class SamplePass:
 
     @property
     def rotaries(self) -> list[Call]:
-        """Those that may have computed cosines and sines: a pair of [1, num_tokens, any width]."""
-        return [call for call in self.calls if _is_pair(call.output) and not isinstance(call.module, SampleLinear)]
+        """Those that may have computed cosines and sines: a pair of [1, num_tokens, any width], or one such tensor of
+        complex numbers."""
+        return [call for call in self.calls if _may_be_angles(call.output)]
 
     def within(self, path: str) -> list[Call]:
         """The calls of modules below `path`."""
@@ -147,7 +148,18 @@ class SamplePass:
         return heads
 
 
-def _is_pair(output: object) -> bool:
+def cosines_and_sines(output: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the output of a rotary embedding: [1, num_tokens, any width] each."""
+    if isinstance(output, torch.Tensor):
+        return output.real, output.imag
+    assert isinstance(output, tuple), output
+    cos, sin = output
+    return cos, sin
+
+
+def _may_be_angles(output: object) -> bool:
+    if isinstance(output, torch.Tensor):
+        return output.is_complex() and output.dim() == 3
     return (
         isinstance(output, tuple)
         and len(output) == 2

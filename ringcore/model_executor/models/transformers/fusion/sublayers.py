@@ -20,7 +20,7 @@ from ringcore.model_executor.models.transformers.fusion.sample_pass import (
 )
 from ringcore.model_executor.models.transformers.fusion.trial import Trial
 
-__all__ = ["find_attention"]
+__all__ = ["find_attention", "rotaries_of"]
 
 
 def find_attention(
@@ -45,7 +45,7 @@ def find_attention(
         raise NotRecognised(f"{path} has other linears than those of q, k, v and its output")
     heads = [attention.num_heads * attention.head_size, attention.num_kv_heads * attention.head_size]
     pairs = _norm_pairs(own_norms, heads, attention.head_size)
-    rotaries = _rotaries(call, sample.rotaries, attention.head_size)
+    rotaries = rotaries_of(call, sample.rotaries, attention.head_size)
     # Some scale q themselves, and not by the attention call.
     for query_scale, pair, rotary in itertools.product((1.0, attention.head_size**-0.5), pairs, rotaries):
         plan = AttentionPlan(
@@ -140,13 +140,14 @@ def _norm_pairs(
             yield q, k
 
 
-def _rotaries(call: Call, rotaries: Sequence[Call], head_size: int) -> Iterator[RotaryPlan | None]:
+def rotaries_of(call: Call, rotaries: Sequence[Call], head_size: int) -> Iterator[RotaryPlan | None]:
     """The usual form first; without a rotation last."""
     given = {id(tensor) for tensor in call.tensors()}
     for source, rotary in enumerate(rotaries):
-        if not all(id(tensor) in given for tensor in rotary.output):
+        tensors = rotary.output if isinstance(rotary.output, tuple) else (rotary.output,)
+        if not all(id(tensor) in given for tensor in tensors):
             continue
-        width = rotary.output[0].shape[-1]
+        width = tensors[0].shape[-1]
         for dim, halves, stride in itertools.product((width, 2 * width), (True, False), (1, 2)):
             if dim <= head_size and (dim // 2 - 1) * stride < width:
                 yield RotaryPlan(source, dim, halves, stride)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backend import AttentionBackend, LatentBackend, LatentUpProjection
 from ringcore.attention.context import ForwardContext, GroupContext, TokenContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.distributed.parallel import SingleRank
-from ringcore.kv_cache.spec import FullAttentionSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, MLASpec
 from ringcore.model_executor.layers.rotary import RotaryTable, Rotation
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
@@ -22,8 +22,15 @@ from ringcore.model_executor.linear_schemes.shard import LinearShard
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, Sublayer
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import ModuleInputs
 from ringcore.model_executor.models.transformers.fusion.parts import Parts
-from ringcore.model_executor.models.transformers.fusion.plan import RotaryPlan
-from ringcore.model_executor.models.transformers.fusion.sample_pass import Call, Heads, SampleLinear, SamplePass, attend
+from ringcore.model_executor.models.transformers.fusion.plan import AnyAttentionPlan, LatentPlan, RotaryPlan
+from ringcore.model_executor.models.transformers.fusion.sample_pass import (
+    Call,
+    Heads,
+    SampleLinear,
+    SamplePass,
+    attend,
+    cosines_and_sines,
+)
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
 
@@ -81,7 +88,7 @@ class Trial:
         if plan is None:
             angles = torch.ones(num_tokens, head_size // 2, dtype=torch.complex64)
         else:
-            cos, sin = self._sample.rotaries[plan.source].output
+            cos, sin = cosines_and_sines(self._sample.rotaries[plan.source].output)
             angles = angle_table(cos[0], sin[0], plan, head_size)
         table = RotaryTable()
         table.bind_table(angles, torch.device("cpu"))
@@ -92,9 +99,14 @@ class Trial:
             layer.bind(_SampleTensors(layer, self._tensors))
 
     def context(self) -> ForwardContext:
-        """For attention of index 0."""
-        group = GroupContext(_NO_METADATA, _OneSequence(FullAttentionSpec(1, 1, 1, "float32"), [_ANY]), None)
-        return ForwardContext((group,), {0: 0}, {0: torch.empty(0)})
+        """For attention of `index_of`."""
+        heads = GroupContext(_NO_METADATA, _OneSequence(FullAttentionSpec(1, 1, 1, "float32"), [_ANY]), None)
+        latents = GroupContext(_NO_METADATA, _OneSequenceOfLatents(MLASpec(1, 1, 1, "float32"), [_ANY]), None)
+        return ForwardContext((heads, latents), {0: 0, 1: 1}, {0: torch.empty(0), 1: torch.empty(0)})
+
+    def index_of(self, plan: AnyAttentionPlan) -> int:
+        """The index by which attention finds what stands for its backend."""
+        return int(isinstance(plan, LatentPlan))
 
     def _inputs(self, rotations: list[Rotation], call: Call) -> ModuleInputs:
         return ModuleInputs(self.context(), rotations, call.args, call.kwargs)
@@ -143,6 +155,38 @@ class _OneSequence(AttentionBackend):
         assert value is not None
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         return attend(Heads(q, k, v, sinks), layer.scale)[0]
+
+
+class _OneSequenceOfLatents(LatentBackend):
+    """Likewise, with expanded heads: the matrix by which queries would be absorbed is no tensor."""
+
+    name = "sample"
+
+    @classmethod
+    def refusal(cls, *args: object) -> str | None:
+        return None
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        return None
+
+    def write(self, rows: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        pass
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        up: LatentUpProjection,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: object,
+        layer: AttentionSpec,
+    ) -> torch.Tensor:
+        rope = query.shape[2] - up.qk_nope_head_dim
+        key, value = up.expanded(rows[:, :-rope], slice(0, query.shape[1]))
+        key = torch.cat((key, rows[:, None, -rope:].expand(-1, key.shape[1], -1)), 2)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return attend(Heads(q, k, v, None), layer.scale)[0]
 
 
 @dataclass(frozen=True)
