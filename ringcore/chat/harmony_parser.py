@@ -120,7 +120,7 @@ class HarmonyParser:
         return True
 
     def _begin_message(self, header: Header, raw: str, events: list[ChatEvent]) -> None:
-        self._run, self._state = TextRun(), "text"
+        self._go_outside()
         function = header.function(self._tools)
         if function is not None:
             self._calls.begin(_Arguments(self._tools, function), [raw])
@@ -129,15 +129,17 @@ class HarmonyParser:
             self._kind = "reasoning" if header.is_reasoning else "content"
             self._joint = "\n" if self._delta in self._given else ""
         else:
-            self._kind = "outside"
             self._add(raw, events)
 
-    def _leave_message(self) -> None:
+    def _go_outside(self) -> None:
         self._state, self._kind, self._run, self._joint = "text", "outside", TextRun(), ""
+
+    def _leave_message(self) -> None:
+        self._go_outside()
         self._run.begin_after_marker()
 
     def _break_off(self, events: list[ChatEvent], rest: str = "") -> None:
-        self._state, self._kind, self._run, self._joint = "text", "outside", TextRun(), ""
+        self._go_outside()
         if (raw := self._calls.break_off(events, rest)) is not None:
             self._add(raw, events)
 
