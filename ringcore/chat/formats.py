@@ -89,10 +89,15 @@ def choose_format(
     """The format of a model with this template.
 
     "auto" detects it from the template, which shows the model the syntax of its calls; the architecture does not
-    determine it, since models of one architecture are trained for different formats. None disables parsing.
+    determine it, since models of one architecture are trained for different formats; beside "harmony" it is that. None
+    disables parsing.
 
     Raises `ConfigError` for an unknown name, and for two that do not go together.
     """
+    if _HARMONY in (tool_call_parser, reasoning_parser):
+        tool_call_parser, reasoning_parser = (
+            _HARMONY if name == "auto" else name for name in (tool_call_parser, reasoning_parser)
+        )
     calls = _choose("tool_call_parser", tool_call_parser, TOOL_CALL_FORMATS, _TOOL_CALL_MARKS, chat_template)
     reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, _REASONING_MARKS, chat_template)
     if (reasoning == _HARMONY and calls not in (_HARMONY, None)) or (calls == _HARMONY and reasoning != _HARMONY):

@@ -71,6 +71,8 @@ def test_a_format_by_name():
 def test_harmony_is_for_both_or_for_neither():
     assert choose_format(GPT_OSS, None, "auto") == ChatFormat(None, "harmony")
     assert choose_format(GPT_OSS, None, None) == ChatFormat()
+    for given in (("harmony", "auto"), ("auto", "harmony"), ("harmony", "harmony")):
+        assert choose_format(None, *given) == choose_format(QWEN3, *given) == ChatFormat("harmony", "harmony")
     for calls, reasoning in (("auto", None), ("harmony", "qwen3"), ("hermes", "auto"), ("harmony", None)):
         with pytest.raises(ConfigError, match="for both, or for neither") as caught:
             choose_format(GPT_OSS, calls, reasoning)
