@@ -21,6 +21,7 @@ from ringcore.params.field_checks import MAX_TIMEOUT_S, is_timeout
 
 if TYPE_CHECKING:
     from ringcore.serve import ServiceOptions
+    from ringcore.serve.restart_signal import RestartSignal
 
 __all__ = ["bind", "make_serve"]
 
@@ -84,7 +85,7 @@ def serve(
 
     Ctrl-C or SIGTERM ends it: unfinished requests have --drain-s seconds. A second Ctrl-C does not wait.
     Exit code 0 after that, 130 after a second Ctrl-C or one before it serves, 1 if all engines died.
-    SIGUSR1 replaces the engines, one after the other, each once its requests have ended.
+    SIGUSR1 replaces the engines, one after the other, each once its requests have ended; while they start, afterwards.
 
     Examples:
 
@@ -97,7 +98,8 @@ def serve(
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'ringcore[serve]'", option="serve")
-    for name, seconds in (("drain_s", drain_s), ("shutdown_delay_s", shutdown_delay_s)):
+    end_s = drain_s, shutdown_delay_s
+    for name, seconds in zip(("drain_s", "shutdown_delay_s"), end_s, strict=True):
         if not is_timeout(seconds):
             remedy = f"give seconds, from 0 to {MAX_TIMEOUT_S:.0f}"
             raise ConfigError(f"{name}={seconds}: {remedy}", option=name, value=repr(seconds))
@@ -105,6 +107,7 @@ def serve(
 
     from ringcore.serve import ServiceOptions
     from ringcore.serve.otlp import spans_to
+    from ringcore.serve.restart_signal import RestartSignal
 
     service = ServiceOptions(
         served_model_names=tuple(served_model_name or ()),
@@ -118,19 +121,17 @@ def serve(
     listening = bind(host, port)  # before the model is loaded: a port in use fails at once
     service = _fitted(service, host, listening)
     if not service.api_keys and not _is_loopback(host):
-        print(
-            f"ringcore: every client that reaches {host} may use the model; --api-key-file requires a key",
-            file=sys.stderr,
-        )
+        text = f"every client that reaches {host} may use the model; --api-key-file requires a key"
+        print(f"ringcore: {text}", file=sys.stderr)
     engine = given(options, _engine_flags()) | {
         "data_parallel_size": data_parallel_size,
         "routing": routing,
         "engine_restarts": engine_restarts,
     }
-    with listening, spans_to(otlp_traces_endpoint) as provider:
+    with RestartSignal(signal.SIGUSR1) as restarts, listening, spans_to(otlp_traces_endpoint) as provider:
         engine["tracer_provider"] = provider
         try:
-            exit_code = asyncio.run(_serve(model, engine, service, listening, (drain_s, shutdown_delay_s), access_log))
+            exit_code = asyncio.run(_serve(model, engine, service, listening, restarts, end_s, access_log))
         except KeyboardInterrupt:  # before it serves, or at the end of the shutdown
             exit_code = 130
     sys.exit(exit_code)
@@ -141,6 +142,7 @@ async def _serve(
     engine_options: dict[str, Any],
     options: ServiceOptions,
     listening: socket.socket,
+    restarts: RestartSignal,
     end_s: tuple[float, float],
     access_log: bool,
 ) -> int:
@@ -148,7 +150,6 @@ async def _serve(
     from ringcore.front_end.replicas.replica_set import ReplicaSet
     from ringcore.serve import create_app
     from ringcore.serve.engine_server import EngineServer
-    from ringcore.serve.restart_signal import restarts_at
     from ringcore.serve.server import http_config
 
     host, port = listening.getsockname()[:2]
@@ -162,7 +163,7 @@ async def _serve(
             shown = f"[{host}]" if ":" in host else host
             print(f"ringcore: {model} at http://{shown}:{port}/v1", flush=True)
 
-    async with ReplicaSet(model, **engine_options) as engine, restarts_at(signal.SIGUSR1, engine):
+    async with ReplicaSet(model, **engine_options) as engine, restarts.restarting(engine):
         app = create_app(engine, options)
         if options.batch_dir is not None:
             app.state.batches.start()

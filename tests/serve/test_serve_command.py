@@ -220,6 +220,28 @@ def test_replicas_behind_one_port(folder):
     assert "Traceback" not in err
 
 
+def test_a_restart_is_asked_for_while_the_engine_starts(folder):
+    """The signal comes as soon as it no longer ends the process; the engine of the start is replaced."""
+    command = Command(folder, "--no-access-log", "--executor", "fake_engine:FakeUniproc")
+    eventually(lambda: is_caught(command.process.pid, signal.SIGUSR1), "the signal is caught")
+    command.process.send_signal(signal.SIGUSR1)
+    eventually(lambda: len(command.engines()) == 1, "the engine starts")
+    first = command.engine()
+    with command:
+        eventually(lambda: not first.is_running(), "the engine is replaced")
+        eventually(lambda: health(command.url) == "ready", "the new one is ready")
+        command.process.send_signal(signal.SIGTERM)
+        code, _, err = command.ends()
+    assert code == 0
+    assert err.index("SIGUSR1: it came while the engines started") < err.index("1 engines are replaced")
+    assert "Traceback" not in err
+
+
+def is_caught(pid: int, number: signal.Signals) -> bool:
+    caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
 class Load:
     """Clients that ask one request after the other."""
 
