@@ -2,7 +2,7 @@
 is passed over a socketpair (SCM_RIGHTS); `zmq_channel` is the other way.
 
 The memfd has no name, is written once for all readers, is sealed against changes, and is freed with its last reader. A
-ZeroMQ socket has a name in some directory, an I/O thread in every process and a copy by the kernel for each reader.
+ZeroMQ socket has a name that all can see, an I/O thread in every process and a copy by the kernel for each reader.
 """
 
 from __future__ import annotations

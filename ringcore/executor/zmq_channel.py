@@ -1,16 +1,17 @@
 """Out-of-band transfer of large messages by ZeroMQ: a PUSH and a PULL socket for each reader.
 
-Their `ipc://` names are in a directory of mode 0700, which all ends inherit as a descriptor, and which the sender
-removes once every reader has connected: later nothing has a name. A receiver waits for a body that its stub has
-overtaken.
+The creator of the queue makes the listening sockets, under abstract names that the kernel picks: they are in no
+directory, so nothing is left of them, however a process ends. Both ends inherit them: the sender hands them to ZeroMQ,
+a reader takes from its own the name that it connects to. As with the local admin socket, a name is no permission: the
+sender takes readers of its own user alone, as the kernel knows them (SO_PEERCRED). A receiver waits for a body that its
+stub has overtaken.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import shutil
-import tempfile
+import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,95 +25,97 @@ if TYPE_CHECKING:
 
 __all__ = ["ZmqChannel"]
 
-_FOLDER = "folder"
+_LISTENER = "listener."
 _LOST_MS = 30_000  # a body that is so much later than its stub is lost
 
 
 class ZmqChannel(SideChannel):
-    """folder_fd: of the sockets' directory. path: of the directory, in the process that made it, which removes it."""
+    """listeners: descriptors of listening sockets, by the reader that connects."""
 
-    def __init__(self, folder_fd: int, path: str | None = None) -> None:
-        self._folder_fd, self._path = folder_fd, path
+    def __init__(self, listeners: dict[int, int]) -> None:
+        self._listeners = listeners
 
     @classmethod
     def create(cls, num_readers: int) -> Self:
-        path = tempfile.mkdtemp(prefix="ringcore-")
-        return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
+        channel = cls({})
+        try:
+            for index in range(num_readers):
+                channel._listeners[index] = _listener()
+        except BaseException:
+            channel.close()
+            raise
+        return channel
 
     @classmethod
     def from_fds(cls, fds: Mapping[str, int]) -> Self | None:
-        return cls(fds[_FOLDER]) if _FOLDER in fds else None
+        listeners = {int(name.removeprefix(_LISTENER)): fd for name, fd in fds.items() if name.startswith(_LISTENER)}
+        return cls(listeners) if listeners else None
 
     def fds_of_reader(self, index: int) -> dict[str, int]:
-        return {_FOLDER: self._folder_fd}
+        return {f"{_LISTENER}{index}": self._listeners[index]}
 
     def fds_of_writer(self) -> dict[str, int]:
-        return {_FOLDER: self._folder_fd}
+        return {f"{_LISTENER}{index}": fd for index, fd in self._listeners.items()}
 
     def sender(self, readers: Sequence[int]) -> LargeSender:
-        return _Sender(self._folder_fd, readers)
+        return _Sender([self._listeners[index] for index in readers])
 
     def receiver(self, index: int, deaths: Sequence[int]) -> LargeReceiver:
-        return _Receiver(self._folder_fd, index, deaths)
+        return _Receiver(self._listeners[index], deaths)
 
     def close_receiving(self) -> None:
-        pass  # both ends need the directory
+        pass  # both ends have all
 
     def close_sending(self) -> None:
         pass
 
     def close(self) -> None:
-        if self._folder_fd >= 0:
-            os.close(self._folder_fd)
-            self._folder_fd = -1
-        if self._path is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._path = None
+        while self._listeners:
+            os.close(self._listeners.popitem()[1])
 
 
-def _address(folder_fd: int, index: int) -> str:
-    return f"ipc:///proc/self/fd/{folder_fd}/{index}"
+def _listener() -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as made:
+        made.bind("")  # an abstract name that no other socket has
+        made.listen()
+        return made.detach()
+
+
+def _address(listener: int) -> str:
+    with socket.socket(fileno=os.dup(listener)) as listening:
+        name: bytes = listening.getsockname()
+    return f"ipc://@{name[1:].decode()}"
 
 
 def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     """One message at each end, besides the one that is written or read: a slow reader causes back-pressure."""
     import zmq
 
-    socket: zmq.Socket[bytes] = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 1)
-    socket.setsockopt(zmq.RCVHWM, 1)
-    socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms: a reader may connect before the sender listens
-    return socket
+    made: zmq.Socket[bytes] = context.socket(kind)
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.SNDHWM, 1)
+    made.setsockopt(zmq.RCVHWM, 1)
+    made.setsockopt(zmq.HANDSHAKE_IVL, 0)  # no limit: the kernel has the connection, however late its sender is
+    made.setsockopt(zmq.RECONNECT_IVL, -1)  # never: it ends with its sender
+    return made
 
 
 class _Sender:
-    def __init__(self, folder_fd: int, readers: Sequence[int]) -> None:
+    def __init__(self, listeners: Sequence[int]) -> None:
         import zmq
 
         self._context = zmq.Context()
-        self._folder_fd = os.dup(folder_fd)
         self._num_transfers = 0
-        self._sockets = [_socket(self._context, zmq.PUSH) for _ in readers]
+        self._sockets = [_socket(self._context, zmq.PUSH) for _ in listeners]
         self._poller = zmq.Poller()
-        for index, socket in zip(readers, self._sockets, strict=True):
-            socket.bind(_address(self._folder_fd, index))
-            self._poller.register(socket, zmq.POLLOUT)
+        for listener, push in zip(listeners, self._sockets, strict=True):
+            push.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            push.setsockopt(zmq.USE_FD, os.dup(listener))
+            push.bind(_address(listener))
+            self._poller.register(push, zmq.POLLOUT)
 
     def has_room(self) -> bool:
-        has_room = len(self._poller.poll(0)) == len(self._sockets)
-        if has_room and self._folder_fd >= 0:  # every reader has connected
-            self._remove_names()
-        return has_room
-
-    def _remove_names(self) -> None:
-        for name in os.listdir(self._folder_fd):
-            os.unlink(name, dir_fd=self._folder_fd)
-        path = os.readlink(f"/proc/self/fd/{self._folder_fd}")
-        if os.path.isdir(path):
-            os.rmdir(path)
-        os.close(self._folder_fd)
-        self._folder_fd = -1
+        return len(self._poller.poll(0)) == len(self._sockets)
 
     def try_send(self, buffers: Sequence[Buffer], size: int) -> bytes | None:
         import zmq
@@ -123,27 +126,24 @@ class _Sender:
         stub = STUB.pack(self._num_transfers, size)
         body = zmq.Frame(b"".join(buffers), copy=False)  # one copy for all readers
         try:
-            for socket in self._sockets:
-                socket.send_multipart([stub, body], zmq.NOBLOCK, copy=False)
+            for push in self._sockets:
+                push.send_multipart([stub, body], zmq.NOBLOCK, copy=False)
         except zmq.Again:  # a reader has ended since: the caller notices its death, and the others drop this transfer
             return None
         return stub
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-        if self._folder_fd >= 0:
-            os.close(self._folder_fd)
-            self._folder_fd = -1
 
 
 class _Receiver:
-    def __init__(self, folder_fd: int, index: int, deaths: Sequence[int]) -> None:
+    def __init__(self, listener: int, deaths: Sequence[int]) -> None:
         import zmq
 
         self._context = zmq.Context()
-        self._folder_fd = os.dup(folder_fd)  # connecting, and each new try, needs the address
+        self._listener = os.dup(listener)  # so that nobody else gets its name
         self._socket = _socket(self._context, zmq.PULL)
-        self._socket.connect(_address(self._folder_fd, index))
+        self._socket.connect(_address(listener))
         self._deaths = frozenset(deaths)
         self._poller = zmq.Poller()
         for source in (self._socket, *self._deaths):
@@ -168,7 +168,7 @@ class _Receiver:
             return body.buffer.toreadonly()
 
     def close(self) -> None:
-        if self._folder_fd >= 0:
+        if self._listener >= 0:
             self._context.destroy(linger=0)
-            os.close(self._folder_fd)
-            self._folder_fd = -1
+            os.close(self._listener)
+            self._listener = -1

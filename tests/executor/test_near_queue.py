@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -143,3 +144,13 @@ def test_an_inherited_end_is_made_from_names():
     writer.close()
     reader.close()
     parent.close()
+
+
+def test_zeromq_sends_to_no_other_user(monkeypatch):
+    """The names of the sockets can be seen by all; a sender of another user lets this one connect to no purpose."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with queue_of("zmq", CAPACITY) as queue:
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:
+            assert not queue.writer.try_send([bytes(4 * CAPACITY)])
+        assert queue.writer.try_send([b"small"])  # by the ring, as ever

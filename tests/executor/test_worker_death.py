@@ -241,7 +241,7 @@ SCRIPT = """
     import os, sys, time
     from fake_worker import FACTORY, fake_config
     from ringcore.executor.multiproc import MultiprocExecutor
-    executor = MultiprocExecutor(fake_config(2), worker_factory=FACTORY)
+    executor = MultiprocExecutor(fake_config(2, {options}), worker_factory=FACTORY)
     executor.start()
     if {busy}:
         executor.submit_rpc("nap", [600.0])
@@ -258,10 +258,10 @@ FORKS = """
 """
 
 
-def run_script(tmp_path, busy: bool, then: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+def run_script(tmp_path, busy: bool, then: str, options: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
     """A user's script without a `__main__` guard, and the pids of its workers."""
     script = tmp_path / "user_script.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(busy=busy, then=textwrap.dedent(then)))
+    script.write_text(textwrap.dedent(SCRIPT).format(busy=busy, then=textwrap.dedent(then), options=options))
     (tmp_path / "tmp").mkdir()
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp")}
@@ -271,9 +271,12 @@ def run_script(tmp_path, busy: bool, then: str) -> tuple[subprocess.Popen[bytes]
     return script_process, [int(pid) for pid in line.split()]
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_kill_9_of_the_parent_leaves_nothing(tmp_path, busy):
-    parent, pids = run_script(tmp_path, busy, "time.sleep(600)")
+@pytest.mark.parametrize(
+    ("busy", "options"), [(False, ""), (True, ""), (False, "large_messages='zmq'")], ids=["idle", "busy", "zmq"]
+)
+def test_kill_9_of_the_parent_leaves_nothing(tmp_path, busy, options):
+    """Also before it has sent a large message."""
+    parent, pids = run_script(tmp_path, busy, "time.sleep(600)", options)
     links = [os.readlink(f"/proc/{pid}/fd/{fd}") for pid in pids for fd in os.listdir(f"/proc/{pid}/fd")]
     assert not [link for link in links if link.startswith(("/dev/shm", "/tmp"))]  # no name, so none can stay
     parent.kill()
