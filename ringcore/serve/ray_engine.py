@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from http import HTTPStatus
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from ringcore.errors import ConfigError, EngineDeadError
+from ringcore.errors import ConfigError, EngineDeadError, RingcoreError
 from ringcore.front_end.async_engine import AsyncEngine
 from ringcore.openai_api.chat_completions import Chat
 from ringcore.openai_api.completions import Completions
@@ -36,6 +36,7 @@ RAY_TESTED = ">=2.60,<2.61"
 _RAY_MODELS = "ray.llm._internal.serve.core.configs.openai_api_models"
 
 Answers = AsyncGenerator[Any, None]
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 class RayServeEngine:
@@ -74,10 +75,11 @@ class RayServeEngine:
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests: each is a stream of answers; a streamed one of server-sent events, any other of one answer or error.
+    # Errors of a request and of the engine are answers; any other is a bug, and is raised for Ray to log.
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> Answers:
         def asked(body: dict[str, Any], answer_id: str | None) -> Chat:
-            return Chat(self._service.model, ChatCompletionRequest.model_validate(body), answer_id)
+            return Chat(self._service.model, _validated(ChatCompletionRequest, body), answer_id)
 
         async with aclosing(self._generated(request, asked, "ChatCompletionResponse")) as answers:
             async for answer in answers:
@@ -85,7 +87,7 @@ class RayServeEngine:
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> Answers:
         def asked(body: dict[str, Any], answer_id: str | None) -> Completions:
-            return Completions(self._service.model, CompletionRequest.model_validate(body), answer_id)
+            return Completions(self._service.model, _validated(CompletionRequest, body), answer_id)
 
         async with aclosing(self._generated(request, asked, "CompletionResponse")) as answers:
             async for answer in answers:
@@ -104,7 +106,7 @@ class RayServeEngine:
             async with aclosing(self._events(one)) as events:
                 async for event in events:
                     yield event
-        except Exception as error:
+        except (ApiError, RingcoreError) as error:
             yield _ray_error(error)
 
     async def _events(self, one: Chat | Completions) -> AsyncGenerator[str, None]:
@@ -135,16 +137,16 @@ class RayServeEngine:
 
     async def tokenize(self, request: Any, raw_request_info: Any = None) -> Answers:
         try:
-            asked = TokenizeRequest.model_validate(_body_of(request))
+            asked = _validated(TokenizeRequest, _body_of(request))
             yield _ray_model("TokenizeResponse")(**await tokenize(self._service, asked))
-        except Exception as error:
+        except (ApiError, RingcoreError) as error:
             yield _ray_error(error)
 
     async def detokenize(self, request: Any, raw_request_info: Any = None) -> Answers:
         try:
-            asked = DetokenizeRequest.model_validate(_body_of(request))
+            asked = _validated(DetokenizeRequest, _body_of(request))
             yield _ray_model("DetokenizeResponse")(**await detokenize(self._service, asked))
-        except Exception as error:
+        except (ApiError, RingcoreError) as error:
             yield _ray_error(error)
 
     async def embeddings(self, request: Any, raw_request_info: Any = None) -> Answers:
@@ -220,13 +222,20 @@ def _body_of(request: BaseModel) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _validated(schema: type[_Body], body: dict[str, Any]) -> _Body:
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise invalid_body(error.errors()) from error
+
+
 def _ray_model(name: str) -> Callable[..., Any]:
     made: Callable[..., Any] = getattr(import_module(_RAY_MODELS), name)
     return made
 
 
-def _ray_error(error: Exception) -> Any:
-    known = invalid_body(error.errors()) if isinstance(error, ValidationError) else api_error_of(error)
+def _ray_error(error: ApiError | RingcoreError) -> Any:
+    known = api_error_of(error)
     info = _ray_model("ErrorInfo")
     return _ray_model("ErrorResponse")(
         error=info(message=known.message, type=known.type, param=known.param, code=int(known.status))

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from fake_engine import SLOW, FakeUniproc, make_model_folder
 from packaging.specifiers import SpecifierSet
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from running_service import OPTIONS, text_of
 
 from ringcore.errors import ConfigError
@@ -171,6 +171,28 @@ async def check_requests(engine, models):
     assert engine._engine.num_unfinished == 1
     await leaving.aclose()
     assert engine._engine.num_unfinished == engine._service.concurrency.num_in_flight == 0
+
+
+@pytest.mark.parametrize("call", ["completions", "tokenize"])
+def test_a_bug_is_raised_for_ray_to_log(models, tmp_path, call):
+    """Also where Ray's own model of an answer refuses it: that is no error of the request."""
+
+    class Narrow(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+
+    models.CompletionResponse = models.TokenizeResponse = Narrow
+
+    async def scenario():
+        engine = RayServeEngine(config(make_model_folder(tmp_path)))
+        await engine.start()
+        try:
+            with pytest.raises(ValidationError, match="Narrow"):
+                await all_of(getattr(engine, call)(Asked(prompt="ab")))
+            assert engine._service.concurrency.num_in_flight == 0
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(scenario())
 
 
 def test_a_mirror_is_refused():
