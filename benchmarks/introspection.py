@@ -19,8 +19,9 @@ from benchmarks.result import Check, Findings, Measurement
 from ringcore.cli.engines import choose_engine
 from ringcore.cli.top.source import AdminSource
 from ringcore.config import EngineConfig
-from ringcore.engine_core.admin.step_times import StepTimes
+from ringcore.engine_core.admin.step_times import BATCH, StepTimes
 from ringcore.engine_core.core import EngineCore
+from ringcore.engine_core.step_observer import StepObserver
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.output_reader import output_columns
@@ -87,9 +88,10 @@ def _measurement(name: str, unit: str, samples: dict[str, list[float]]) -> Measu
 
 def bookkeeping_us(num: int = NUM_NOTES) -> float:
     """Microseconds: what a step does for operators alone, as `steps_in_flight` and `loop` do it."""
-    times, clock, totals = StepTimes(), time.monotonic, [0, 0]
-    observers, columns = [times], output_columns([], NO_STATS)
+    times, clock, totals = StepTimes(), time.monotonic, [0, 0, 0]
+    observers: list[StepObserver] = []
     step = SchedulerOutput(0, 1, int_array(), [], [], None, None, 32)
+    columns = output_columns([], NO_STATS)
 
     def note() -> None:
         began_s = clock()
@@ -97,10 +99,16 @@ def bookkeeping_us(num: int = NUM_NOTES) -> float:
         launched_s = clock()
         totals[0] += 32
         totals[1] += 32
-        stamps = began_s, scheduled_s, launched_s, began_s, clock(), totals[0], totals[1]
+        totals[2] += 1
+        num_rows = 32 if step.rows is None else len(step.rows)
+        stamps = began_s, scheduled_s, launched_s, began_s, clock(), totals[0], totals[1], num_rows, step.num_steps
+        times.record(stamps)
+        if not totals[2] % BATCH:
+            times.end_batch()
         for observer in observers:
             observer.completed(step, stamps, columns)
         sending_s, sent_s = clock(), clock()
+        times.record_send(sent_s - sending_s)
         for observer in observers:
             observer.sent(sending_s, sent_s)
 

@@ -57,5 +57,5 @@ def _conditions(plan: Plan) -> list[str]:
         f"A sample is the medians of {plan.options.pairs} pairs of turns. CPU: of the client's process and of the "
         "engine's together. Two engines without metrics differ by some percent so, on a machine that others use too; "
         "what the observers take, called by themselves, is exact.",
-        "Metrics on: the engine's step log, and the request log at its client. No scrape within a turn.",
+        "Metrics on: the histograms of the engine's steps, and the request log at its client. No scrape within a turn.",
     ]

@@ -12,10 +12,11 @@ from benchmarks.peers.null_ringcore import RingcoreEngine, engine_config
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.queue_loops import cpu_s
 from benchmarks.peers.rows import Row, facts, forget_garbage
-from ringcore.metrics import RequestLog, StepLog
+from ringcore.engine_core.admin.step_times import BATCH, StepTimes
+from ringcore.engine_core.step_observer import Stamps
+from ringcore.metrics import RequestLog
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import NO_STATS, OutputColumns, StartedRequest
-from ringcore.protocol.steps import SchedulerOutput
 
 __all__ = ["MetricsChild"]
 
@@ -58,16 +59,12 @@ class MetricsChild:
         rows = int_array(range(num_requests))
         started = [StartedRequest(row, f"request-{row}", 0, 0.0, 0) for row in range(num_requests)]
         message = OutputColumns([], rows, rows, None, [], NO_STATS)
-        step = SchedulerOutput(0, 1, int_array(), [], [], None, None, num_requests)
-        stamps = (time.monotonic(),) * 5
-        at_client, in_engine = RequestLog(), StepLog()
+        at_client = RequestLog()
         at_client.received(OutputColumns(started, rows, rows, None, [], NO_STATS))
-
-        def complete() -> None:
-            in_engine.completed(step, stamps, message)
-
         client_us = _least_us(lambda: at_client.received(message)) - _least_us(lambda: None)
-        engine_us = _least_us(complete) - _least_us(lambda: None)
+        off, on = StepTimes(), StepTimes()
+        on.metrics()
+        engine_us = _least_us(_batch(on, num_requests), 20) / BATCH - _least_us(_batch(off, num_requests), 20) / BATCH
         return [("at the client", "µs a step", client_us), ("in the engine", "µs a step", engine_us)]
 
     def _turn(self, engine: RingcoreEngine, num_requests: int, num_tokens: int) -> tuple[float, float]:
@@ -85,6 +82,19 @@ class MetricsChild:
         wall_s = time.perf_counter() - began_s
         used_s = time.process_time() + cpu_s(pid) - used_s
         return wall_s * 1e6 / num_tokens, used_s * 1e6 / num_tokens
+
+
+def _batch(times: StepTimes, num_requests: int) -> Callable[[], None]:
+    """A batch of steps of an engine."""
+    now_s = time.monotonic()
+    stamps: Stamps = (now_s, now_s, now_s, now_s, now_s, 0, 0, num_requests, 1)
+
+    def record() -> None:
+        for _ in range(BATCH):
+            times.record(stamps)
+        times.end_batch()
+
+    return record
 
 
 def _rows(taken: Mapping[str, list[tuple[float, float]]]) -> list[Row]:

@@ -42,7 +42,7 @@ from ringcore.errors import EngineDeadError, InvalidRequestError
 from ringcore.executor import executor_class
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import EncodedCall, RpcFuture, RpcSubmitter, WorkerCall
-from ringcore.metrics import StepLog, StepMetrics
+from ringcore.metrics import StepMetrics
 from ringcore.params.field_checks import check_timeout
 from ringcore.protocol.messages import EngineHealth, EngineRecovering, MemoryReport, PauseMode
 from ringcore.protocol.methods import RpcMethod
@@ -108,7 +108,6 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         )
         depth = config.scheduler.max_steps_in_flight
         self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock, self.tracing)
-        self._step_log: StepLog | None = None
         self._reader = OutputReader()
         self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._pending_outputs)
         self._kv_loads = KVLoads(self._scheduler, self._calls.submit, self._steps)
@@ -345,10 +344,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
 
     def step_metrics(self) -> StepMetrics:
         """Histograms of the steps since the first call."""
-        if self._step_log is None:
-            self._step_log = StepLog()
-            self._steps.observers.append(self._step_log)
-        return msgspec.structs.replace(self._step_log.metrics(), stored_kv=self._kv_loads.stats())
+        return msgspec.structs.replace(self._steps.times.metrics(), stored_kv=self._kv_loads.stats())
 
     @property
     def num_restarts(self) -> int:

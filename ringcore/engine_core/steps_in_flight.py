@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ringcore.engine_core.admin.step_times import StepTimes
+from ringcore.engine_core.admin.step_times import BATCH, StepTimes
 from ringcore.engine_core.step_observer import StepObserver
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.engine_core.tracing import EngineTracing
@@ -41,9 +41,11 @@ class StepsInFlight:
         # With each when its scheduling began and ended, and when the workers had it.
         self._steps: deque[tuple[SchedulerOutput, RpcFuture, float, float, float]] = deque()
         self.times = StepTimes(clock)
-        self.observers: list[StepObserver] = [self.times]
+        self._record, self._record_send = self.times.record, self.times.record_send
+        self.observers: list[StepObserver] = []
         tracing.observers = self.observers
         self._num_scheduled = self._num_sampled = 0  # tokens of completed steps
+        self._num_rows = 0  # of the last completed step
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
 
@@ -72,10 +74,15 @@ class StepsInFlight:
         self.num_completed += 1
         taken_s = self.last_completed_s = self._clock()
         columns = self._scheduler.update(scheduled, model_output)
-        self._num_scheduled += scheduled.num_tokens
-        self._num_sampled += len(model_output.token_ids)
-        ended_s = self._clock()
-        stamps = began_s, scheduled_s, launched_s, taken_s, ended_s, self._num_scheduled, self._num_sampled
+        self._num_scheduled = num_scheduled = self._num_scheduled + scheduled.num_tokens
+        self._num_sampled = num_sampled = self._num_sampled + len(model_output.token_ids)
+        if scheduled.rows is not None:
+            self._num_rows = len(scheduled.rows)
+        ended_s, num_rows, num_steps = self._clock(), self._num_rows, scheduled.num_steps
+        stamps = began_s, scheduled_s, launched_s, taken_s, ended_s, num_scheduled, num_sampled, num_rows, num_steps
+        self._record(stamps)
+        if not self.num_completed % BATCH:
+            self.times.end_batch()
         for observer in tuple(self.observers):  # a trace leaves them at its deadline
             observer.completed(scheduled, stamps, columns)
         return columns
@@ -94,6 +101,7 @@ class StepsInFlight:
 
     def note_send(self, began_s: float, ended_s: float) -> None:
         """Outputs were handed to the client."""
+        self._record_send(ended_s - began_s)
         for observer in self.observers:
             observer.sent(began_s, ended_s)
 

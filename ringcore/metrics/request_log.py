@@ -14,12 +14,14 @@ from ringcore.errors import RingcoreError
 from ringcore.metrics.histogram import BucketHistogram, HistogramCounts
 from ringcore.metrics.token_gaps import TokenGaps
 from ringcore.params.outputs import FinishReason, RequestMetrics
-from ringcore.protocol.requests import OutputColumns
+from ringcore.protocol.output_reader import output_columns
+from ringcore.protocol.requests import NO_STATS, OutputColumns
 
 __all__ = ["FINISH_REASONS", "HISTOGRAMS", "EndedRequest", "RequestLog", "RequestTotals"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
-_MAX_MESSAGES = 16  # few, so that what they hold stays in the processor's caches
+_MAX_RUNS = 16  # few, so that what they hold stays in the processor's caches
+_MAX_TIMES = 1024  # of a run
 _MAX_GAPS = 1024
 
 _SECONDS: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -70,17 +72,39 @@ class RequestTotals(NamedTuple):
     histograms: dict[str, HistogramCounts]
 
 
+class _Run:
+    """A message, and those after it that say as much: the same rows got as many tokens, and no request began or ended.
+
+    rows: None if requests ended in the first message; it has none after it. times: of these messages, the first
+    included. The thread that receives appends, another one may take them.
+    """
+
+    __slots__ = ("columns", "num_tokens", "rows", "times")
+
+    def __init__(self, columns: OutputColumns, rows: bytes, now: float) -> None:
+        self.columns: OutputColumns | None = columns  # None: the first message has been counted
+        self.rows = None if columns.others else rows
+        self.num_tokens, self.times = len(columns.token_ids), [now]
+
+    def take_times(self) -> list[float]:
+        taken = self.times[:]
+        del self.times[: len(taken)]
+        return taken
+
+
 class RequestLog:
     """Counts requests. It observes a front end (`front_end.observers.FrontEndObserver`).
 
     Any thread may call any method at any moment, finalizers too, so what happens is only appended: `_events` and
-    `_messages` are deques, whose operations are atomic. `totals` counts it all; so does `received`, after many
-    messages, unless another thread is at it.
+    `_runs` are deques, whose operations are atomic, as those of a run's times are. While all requests decode, a message
+    is a time at the end of the last run. `totals` counts it all; so does `received`, after many messages, unless
+    another thread is at it. One thread at a time calls `received`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._messages: deque[tuple[float, OutputColumns]] = deque()
+        self._run = _Run(output_columns([], NO_STATS), b"", 0.0)  # the last one
+        self._runs = deque([self._run])
         self._events: deque[Callable[[], None]] = deque()
         self._counting = threading.Lock()
         self._gaps = TokenGaps()
@@ -94,10 +118,19 @@ class RequestLog:
     def began(self, state: EndedState) -> None: ...
 
     def received(self, columns: OutputColumns) -> None:
-        if columns.logprobs is not None:
-            columns = replace(columns, logprobs=None)  # it may be large
-        self._messages.append((self._clock(), columns))
-        if len(self._messages) >= _MAX_MESSAGES and self._counting.acquire(blocking=False):
+        run, rows, now = self._run, columns.rows.tobytes(), self._clock()
+        if rows == run.rows and len(columns.token_ids) == run.num_tokens and not columns.started and not columns.others:
+            run.times.append(now)
+            if len(run.times) < _MAX_TIMES:
+                return
+        else:
+            if columns.logprobs is not None:
+                columns = replace(columns, logprobs=None)  # it may be large
+            self._run = _Run(columns, rows, now)
+            self._runs.append(self._run)
+            if len(self._runs) < _MAX_RUNS:
+                return
+        if self._counting.acquire(blocking=False):
             try:
                 self._count_messages()
             finally:
@@ -127,18 +160,31 @@ class RequestLog:
             return RequestTotals(self._prompt_tokens, self._generation_tokens, dict(self._ended), counts)
 
     def _count_messages(self) -> None:
-        gaps = self._gaps
-        while self._messages:
-            now, columns = self._messages.popleft()
-            if columns.started:
-                gaps.start(columns.started)
-            gaps.tokens(columns.rows, now)
-            self._generation_tokens += len(columns.token_ids)
-            for other in columns.others:
-                gaps.end(other.request_id, now, has_tokens=bool(other.new_token_ids))
-                self._generation_tokens += len(other.new_token_ids)
-        if len(gaps) >= _MAX_GAPS:
+        while self._runs:
+            run, is_over = self._runs[0], len(self._runs) > 1  # in this order: one that is over gets no more times
+            self._count_run(run, run.take_times())
+            if not is_over:
+                break
+            self._runs.popleft()
+        if len(self._gaps) >= _MAX_GAPS:
             self._count_gaps()
+
+    def _count_run(self, run: _Run, times: list[float]) -> None:
+        self._generation_tokens += run.num_tokens * len(times)
+        if run.columns is not None:
+            columns, run.columns = run.columns, None
+            self._count_message(columns, times.pop(0))
+        if times and run.rows:
+            self._gaps.repeat(times)
+
+    def _count_message(self, columns: OutputColumns, now: float) -> None:
+        gaps = self._gaps
+        if columns.started:
+            gaps.start(columns.started)
+        gaps.tokens(columns.rows, now)
+        for other in columns.others:
+            gaps.end(other.request_id, now, has_tokens=bool(other.new_token_ids))
+            self._generation_tokens += len(other.new_token_ids)
 
     def _count_gaps(self) -> None:
         self._histograms["inter_token_latency_seconds"].add(*self._gaps.take())

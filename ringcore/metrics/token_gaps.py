@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -10,26 +11,27 @@ from ringcore.protocol.requests import StartedRequest
 
 __all__ = ["TokenGaps"]
 
+_NO_GAPS, _NO_COUNTS = np.zeros(0), np.zeros(0, np.int64)
+
 
 class TokenGaps:
     """Follows the rows of the persistent batch through the messages of an engine, in their order. Not thread-safe.
 
-    While all requests decode, message after message has the same rows: then one gap is that of every row, and a message
-    costs next to nothing (`_rows`, `_time_s`). Any other message is looked up row by row.
+    While all requests decode, message after message has the same rows: then one gap is that of every row, and many
+    messages are one call (`repeat`). Any other message is looked up row by row.
 
     Invariant: `_last_s[row]` is when the request at `row` last got tokens, or NaN if it has none; for the rows in
-    `_rows` it is `_time_s`, which `_settle` writes down. `_owners` has the requests that have started and not ended.
-    `_parked` has the times of those that were preempted, whose rows belong to others now. The requests of an engine
-    that died stay in these, as many as it had rows.
+    `_rows`, those of the last `tokens`, it is `_time_s`, which `_settle` writes down. `_owners` has the requests that
+    have started and not ended. `_parked` has the times of those that were preempted, whose rows belong to others now.
+    The requests of an engine that died stay in these, as many as it had rows.
     """
 
     def __init__(self) -> None:
         self._last_s = np.full(64, np.nan)
         self._rows: np.ndarray | None = None
-        self._rows_bytes = b""
         self._time_s = 0.0
-        self._gaps: list[float] = []
-        self._counts: list[int] = []
+        self._gaps: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
         self._owners: dict[int, str] = {}
         self._row_of: dict[str, int] = {}
         self._parked: dict[str, float] = {}
@@ -45,16 +47,19 @@ class TokenGaps:
 
     def tokens(self, rows: np.ndarray, now: float) -> None:
         """rows: [n] int32"""
-        if (rows_bytes := rows.tobytes()) == self._rows_bytes:
-            self._gaps.append(now - self._time_s)
-            self._counts.append(len(rows))
-        elif rows_bytes:
-            self._settle()
-            self._add(now - self._last_s[rows])
-            self._rows, self._rows_bytes = rows, rows_bytes
-        else:
+        if not len(rows):
             return
-        self._time_s = now
+        self._settle()
+        self._add(now - self._last_s[rows])
+        self._rows, self._time_s = rows, now
+
+    def repeat(self, times: Sequence[float]) -> None:
+        """The rows of the last `tokens` at each of these times, and nothing else between. times: [n], at least one."""
+        assert self._rows is not None
+        at = np.frombuffer(struct.pack(f"{1 + len(times)}d", self._time_s, *times))
+        self._gaps.append(np.diff(at))
+        self._counts.append(np.full(len(times), len(self._rows)))
+        self._time_s = times[-1]
 
     def end(self, request_id: str, now: float, *, has_tokens: bool) -> None:
         """Unknown requests (refused before a step) are ignored."""
@@ -68,18 +73,18 @@ class TokenGaps:
             self._add(now - self._last_s[[row]])
 
     def __len__(self) -> int:
-        return len(self._gaps)
+        return sum(map(len, self._gaps))
 
-    def take(self) -> tuple[list[float], list[int]]:
-        """The gaps since the last call: seconds, and how often each occurred."""
-        taken = self._gaps, self._counts
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
+        """The gaps since the last call: seconds, [n] float64, and how often each occurred, [n] int64."""
+        taken = np.concatenate([_NO_GAPS, *self._gaps]), np.concatenate([_NO_COUNTS, *self._counts])
         self._gaps, self._counts = [], []
         return taken
 
     def _add(self, gaps: np.ndarray) -> None:
         gaps = gaps[~np.isnan(gaps)]
-        self._gaps += gaps.tolist()
-        self._counts += [1] * len(gaps)
+        self._gaps.append(gaps)
+        self._counts.append(np.ones(len(gaps), np.int64))
 
     def _time_before(self, resumed: StartedRequest) -> float:
         if resumed.request_id in self._parked:
@@ -94,7 +99,7 @@ class TokenGaps:
     def _settle(self) -> None:
         if self._rows is not None:
             self._last_s[self._rows] = self._time_s
-            self._rows, self._rows_bytes = None, b""
+            self._rows = None
 
     def _grow(self, num_rows: int) -> None:
         missing = num_rows - len(self._last_s)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+import numpy as np
 import pytest
 
+from ringcore.engine_core.admin.step_times import BATCH, StepTimes
 from ringcore.metrics import StepLog
-from ringcore.protocol.codec import int_array
-from ringcore.protocol.output_reader import output_columns
-from ringcore.protocol.requests import NO_STATS
-from ringcore.protocol.steps import SchedulerOutput
+from ringcore.protocol.introspection import MAX_STEPS
+
+START = (0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 1)
 
 
-def complete(log: StepLog, launched_s: float, taken_s: float, *composition: int | None) -> None:
-    """composition: rows (None: those of the step before), tokens, steps."""
-    num_rows, num_tokens, num_steps = (*composition, 1)[:3]
-    rows = None if num_rows is None else int_array(range(num_rows))
-    step = SchedulerOutput(0, num_steps, int_array(), [], [], rows, None, num_tokens)
-    log.completed(step, (0.0, 0.0, launched_s, taken_s, 9.0, 0, 0), output_columns([], NO_STATS))
+def step(launched_s: float, taken_s: float, num_scheduled: int, num_rows: int, num_steps: int = 1):
+    """num_scheduled: tokens since the start."""
+    return (0.0, 0.0, launched_s, taken_s, 9.0, num_scheduled, 0, num_rows, num_steps)
 
 
 def test_a_step_begins_with_its_launch_or_the_end_of_the_one_before():
     log = StepLog()
-    complete(log, 1.0, 2.0, 2, 9)  # 1 s
+    first = step(1.0, 2.0, 9, 2)  # 1 s
+    log.count([START, first])
     assert log.metrics().seconds.sum == 1.0
-    complete(log, 1.25, 2.5, None, 2)  # 0.5 s since then, of the same rows
-    complete(log, 7.0, 7.25, 3, 3)  # 0.25 s: nothing was asked for before
+    second = step(1.25, 2.5, 11, 2)  # 0.5 s since then
+    log.count([first, second, step(7.0, 7.25, 14, 3)])  # 0.25 s: nothing was asked for before
     metrics = log.metrics()
     assert metrics.seconds.sum == pytest.approx(1.75)
     assert (metrics.tokens.sum, metrics.requests.sum) == (14, 7)
@@ -33,17 +34,29 @@ def test_a_step_begins_with_its_launch_or_the_end_of_the_one_before():
 
 def test_steps_of_one_message():
     log = StepLog()
-    complete(log, 0.0, 0.8, 4, 32, 8)
+    log.count([START, step(0.0, 0.8, 32, 4, 8)])
     metrics = log.metrics()
     assert metrics.seconds.num_values == 8
     assert (metrics.seconds.sum, metrics.tokens.sum, metrics.requests.sum) == (pytest.approx(0.8), 32, 32)
     assert dict(zip(metrics.seconds.bounds, metrics.seconds.counts, strict=False))[0.1] == 8
 
 
-def test_more_steps_than_are_kept():
-    log = StepLog()
-    for _ in range(2000):
-        complete(log, 0.0, 0.0, 1, 3)
-    assert len(log._steps) < 1000
-    metrics = log.metrics()
-    assert (metrics.tokens.num_values, metrics.tokens.sum) == (2000, 3 * 2000)
+def test_every_step_since_the_first_question_is_counted_once():
+    """Whenever it is asked, and whatever is no longer kept; `report` is of the last ones."""
+    times, random = StepTimes(lambda: 100.0), np.random.default_rng(3)
+    tokens = random.integers(1, 100, 5 * MAX_STEPS).tolist()
+    num_before = 700
+    for number, num_scheduled in enumerate(accumulate(tokens), start=1):
+        times.record(step(number - 0.25, number, num_scheduled, 1 + number % 7))
+        if not number % BATCH:
+            times.end_batch()
+        if number >= num_before and number % 1111 in (0, num_before % 1111):
+            assert times.metrics().tokens.sum == sum(tokens[num_before:number])
+        assert len(times._steps) <= MAX_STEPS + 1 + BATCH
+    metrics = times.metrics()
+    assert metrics.tokens.sum == sum(tokens[num_before:])
+    assert metrics.requests.num_values == metrics.seconds.num_values == len(tokens) - num_before
+    assert metrics.seconds.sum == pytest.approx(0.25 * (len(tokens) - num_before))
+    report = times.report(num_last=3)
+    assert report.num_steps == MAX_STEPS
+    assert report.last["num_scheduled_tokens"] == tokens[-3:]

@@ -1,6 +1,7 @@
-"""Where the time of the last steps went: a ring of time stamps, from which a report is made only for who asks.
+"""Where the time of the last steps went: a record of each, from which reports and metrics are made for who asks.
 
-A step costs four readings of the clock, two sums, a tuple and a call (`benchmarks/introspection.py` measures that).
+A step costs four readings of the clock, two sums, a tuple and an append (`benchmarks/introspection.py` measures that),
+with metrics or without: their histograms are made of many steps at once.
 """
 
 from __future__ import annotations
@@ -12,47 +13,69 @@ from collections.abc import Callable
 import numpy as np
 
 from ringcore.engine_core.step_observer import Stamps
+from ringcore.metrics import StepLog, StepMetrics
 from ringcore.protocol.introspection import MAX_STEPS, Spread, StepReport
-from ringcore.protocol.requests import OutputColumns
-from ringcore.protocol.steps import SchedulerOutput
 
-__all__ = ["StepTimes"]
+__all__ = ["BATCH", "StepTimes"]
 
+BATCH = 1024  # steps, of which histograms are made at once: numpy adds so many values in the time of some tens
 _WINDOW_S = 10.0
 _PERCENTILES = (50, 90, 99, 100)
 
 
 class StepTimes:
-    """The last `MAX_STEPS` completed steps and sends: a `StepObserver`. now: the engine's clock.
+    """The last completed steps, `MAX_STEPS` of them at least, and as many sends. now: the engine's clock.
 
-    Invariant: the ring is never empty; before its first step is the one before, or the engine's start.
+    record, record_send: of a step, and of the seconds of a send. They are the appends of a list and of a deque, called
+    without a Python function between. `end_batch` must be called once in about `BATCH` steps.
+
+    Invariant: `_steps` is never empty; before its first step is the one before, or the engine's start. Those before
+    index `_num_counted` are in the histograms of `_log`, or were completed before it began.
     """
+
+    record: Callable[[Stamps], None]
+    record_send: Callable[[float], None]
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, start_s = now, now()
-        start: Stamps = (start_s, start_s, start_s, start_s, start_s, 0, 0)
-        self._steps: deque[Stamps] = deque([start], maxlen=MAX_STEPS + 1)
+        self._steps: list[Stamps] = [(start_s, start_s, start_s, start_s, start_s, 0, 0, 0, 1)]
         self._sends: deque[float] = deque(maxlen=MAX_STEPS)
+        self.record, self.record_send = self._steps.append, self._sends.append
+        self._log: StepLog | None = None
+        self._num_counted = 0
 
-    def completed(self, step: SchedulerOutput, stamps: Stamps, columns: OutputColumns) -> None:
-        self._steps.append(stamps)
-
-    def sent(self, began_s: float, ended_s: float) -> None:
-        self._sends.append(ended_s - began_s)
+    def end_batch(self) -> None:
+        """Drops what is older than the last `MAX_STEPS`."""
+        if self._log is not None:
+            self._count(self._log)
+        surplus = max(0, len(self._steps) - (MAX_STEPS + 1))
+        del self._steps[:surplus]
+        self._num_counted -= surplus
 
     @property
     def num_tokens(self) -> tuple[int, int]:
         """Scheduled and sampled since the start."""
-        *_, num_scheduled, num_sampled = self._steps[-1]
-        return num_scheduled, num_sampled
+        return self._steps[-1][5:7]
+
+    def metrics(self) -> StepMetrics:
+        """Histograms of the steps since the first call."""
+        if self._log is None:
+            self._log, self._num_counted = StepLog(), len(self._steps)
+        self._count(self._log)
+        return self._log.metrics()
+
+    def _count(self, log: StepLog) -> None:
+        log.count(self._steps[self._num_counted - 1 :])
+        self._num_counted = len(self._steps)
 
     def report(self, num_last: int) -> StepReport:
         """With the last `num_last` steps one by one."""
         sends = _spreads({"send": np.array(self._sends)}) if self._sends else {}
-        num_steps = len(self._steps) - 1
+        steps = self._steps[-(MAX_STEPS + 1) :]
+        num_steps = len(steps) - 1
         if not num_steps:
             return StepReport(0, 0.0, 0.0, 0.0, 0.0, sends)
-        now_s, columns = self._now(), np.array(self._steps).T
+        now_s, columns = self._now(), np.array(steps).T
         seconds = _parts(columns)
         last = {"age_s": now_s - columns[4, 1:]} | {f"{name}_s": part for name, part in seconds.items()}
         last |= {"num_scheduled_tokens": np.diff(columns[5]), "num_sampled_tokens": np.diff(columns[6])}
@@ -85,6 +108,6 @@ def _rates(now_s: float, columns: np.ndarray) -> tuple[float, float, float, floa
     is_full = len(applied) > MAX_STEPS
     window_s = min(_WINDOW_S, now_s - float(applied[0])) if is_full else _WINDOW_S
     first = max(1, int(np.searchsorted(applied, now_s - window_s, "right")))
-    num_scheduled, num_sampled = (columns[5:, -1] - columns[5:, first - 1]).tolist()
+    num_scheduled, num_sampled = (columns[5:7, -1] - columns[5:7, first - 1]).tolist()
     per_s = 1 / max(window_s, 1e-9)
     return window_s, num_scheduled * per_s, num_sampled * per_s, (len(applied) - first) * per_s
