@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
 from statistics import median
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from ringcore.protocol.output_reader import output_columns
 from ringcore.protocol.requests import NO_STATS, EngineCoreRequest
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.testing.models import write_model_config
+from ringcore.tracing.kinds import STEP
 
 __all__ = ["Introspection", "bookkeeping_us"]
 
@@ -71,7 +73,7 @@ class Introspection(Benchmark):
 
 def _conditions(plan: Plan) -> list[str]:
     return [
-        "The bookkeeping is what each step does so that operators can ask later: readings of the clock, two sums, an "
+        "The bookkeeping is what each step does so that operators can ask later: readings of the clock, an "
         f"entry in a ring, and the time of sending; timed by itself, {NUM_NOTES:,} times, of which the least disturbed "
         "batch counts. A check gives its share of a step.",
         "A step is that of the null engine in a process of its own, with its client: the wall time from the arrival of "
@@ -86,33 +88,41 @@ def _measurement(name: str, unit: str, samples: dict[str, list[float]]) -> Measu
     return Measurement(name=name, unit=unit, higher_is_better=False, samples=samples)
 
 
-def bookkeeping_us(num: int = NUM_NOTES) -> float:
+def bookkeeping_us(num_notes: int = NUM_NOTES) -> float:
     """Microseconds: what a step does for operators alone, as `steps_in_flight` and `loop` do it."""
-    times, clock, totals = StepTimes(), time.monotonic, [0, 0, 0]
-    observers: list[StepObserver] = []
+    times, clock, observers, num = StepTimes(), time.monotonic, list[StepObserver](), count(1)
     step = SchedulerOutput(0, 1, int_array(), [], [], None, None, 32)
     columns = output_columns([], NO_STATS)
+    tokens, number = columns.token_ids, STEP.number
 
     def note() -> None:
-        began_s = clock()
-        scheduled_s = clock()
-        launched_s = clock()
-        totals[0] += 32
-        totals[1] += 32
-        totals[2] += 1
-        num_rows = 32 if step.rows is None else len(step.rows)
-        stamps = began_s, scheduled_s, launched_s, began_s, clock(), totals[0], totals[1], num_rows, step.num_steps
-        times.record(stamps)
-        if not totals[2] % BATCH:
+        began_s, scheduled_s, launched_s = clock(), clock(), clock()
+        rows, facts = 32 if step.rows is None else len(step.rows), columns.stats
+        record = (
+            number,
+            began_s,
+            scheduled_s,
+            launched_s,
+            began_s,
+            clock(),
+            step.step,
+            step.num_tokens,
+            facts.step,
+            len(tokens),
+            rows,
+            step.num_steps,
+        )
+        times.record(record)
+        if not next(num) % BATCH:
             times.end_batch()
         for observer in observers:
-            observer.completed(step, stamps, columns)
+            observer.completed(record, columns)
         sending_s, sent_s = clock(), clock()
         times.record_send(sent_s - sending_s)
         for observer in observers:
             observer.sent(sending_s, sent_s)
 
-    return _us_of(note, num) - _us_of(lambda: None, num)
+    return _us_of(note, num_notes) - _us_of(lambda: None, num_notes)
 
 
 def _us_of(function: Callable[[], object], num: int) -> float:

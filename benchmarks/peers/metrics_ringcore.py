@@ -13,7 +13,7 @@ from benchmarks.peers.protocol import serve
 from benchmarks.peers.queue_loops import cpu_s
 from benchmarks.peers.rows import Row, facts, forget_garbage
 from ringcore.engine_core.admin.step_times import BATCH, StepTimes
-from ringcore.engine_core.step_observer import Stamps
+from ringcore.engine_core.step_observer import StepRecord
 from ringcore.metrics import RequestLog
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import NO_STATS, OutputColumns, StartedRequest
@@ -87,11 +87,11 @@ class MetricsChild:
 def _batch(times: StepTimes, num_requests: int) -> Callable[[], None]:
     """A batch of steps of an engine."""
     now_s = time.monotonic()
-    stamps: Stamps = (now_s, now_s, now_s, now_s, now_s, 0, 0, num_requests, 1)
+    step: StepRecord = (0, now_s, now_s, now_s, now_s, now_s, 0, num_requests, 0, num_requests, num_requests, 1)
 
     def record() -> None:
         for _ in range(BATCH):
-            times.record(stamps)
+            times.record(step)
         times.end_batch()
 
     return record

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Protocol
 
 from ringcore.protocol.requests import OutputColumns
-from ringcore.protocol.steps import SchedulerOutput
 
-__all__ = ["Stamps", "StepObserver"]
+__all__ = ["StepObserver", "StepRecord"]
 
-# When its scheduling began and ended, the workers had it, its output was taken and was applied, in seconds of the
-# engine's clock; the tokens scheduled and sampled since the start, its own included; its rows; how many steps it is
-# (multi-step). A plain tuple: a named one takes longer to make than all the rest.
-Stamps = tuple[float, float, float, float, float, int, int, int, int]
+# A record of the tracer's chain `STEP`, which it can keep as it is: the number of the chain; when the step's scheduling
+# began and ended, the workers had it, its output was taken and was applied, in seconds of the engine's clock; its
+# number, its tokens, and the step that the message with its output names. Then its tokens sampled, its rows, and how
+# many steps it is (multi-step). A plain tuple: a named one takes longer to make than all the rest.
+StepRecord = tuple[int, float, float, float, float, float, int, int, int, int, int, int]
 
 
 class StepObserver(Protocol):
-    """A member of `StepsInFlight.observers`, for what the record of a step (`Stamps`) does not say. Its methods must be
+    """A member of `StepsInFlight.observers`, for whom the records of steps alone are too little. Its methods must be
     fast, and must not raise. Steps that are lost with the workers are no steps."""
 
-    def completed(self, step: SchedulerOutput, stamps: Stamps, columns: OutputColumns) -> None:
+    def completed(self, record: StepRecord, columns: OutputColumns) -> None:
         """The output of the oldest step in flight was applied."""
         ...
 

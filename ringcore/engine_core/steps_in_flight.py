@@ -14,8 +14,11 @@ from ringcore.executor.rpc_call import RpcFuture
 from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
+from ringcore.tracing.kinds import STEP
 
 __all__ = ["StepsInFlight"]
+
+_STEP = STEP.number
 
 
 class StepsInFlight:
@@ -44,7 +47,6 @@ class StepsInFlight:
         self._record, self._record_send = self.times.record, self.times.record_send
         self.observers: list[StepObserver] = []
         tracing.observers = self.observers
-        self._num_scheduled = self._num_sampled = 0  # tokens of completed steps
         self._num_rows = 0  # of the last completed step
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
@@ -74,17 +76,27 @@ class StepsInFlight:
         self.num_completed += 1
         taken_s = self.last_completed_s = self._clock()
         columns = self._scheduler.update(scheduled, model_output)
-        self._num_scheduled = num_scheduled = self._num_scheduled + scheduled.num_tokens
-        self._num_sampled = num_sampled = self._num_sampled + len(model_output.token_ids)
         if scheduled.rows is not None:
             self._num_rows = len(scheduled.rows)
-        ended_s, num_rows, num_steps = self._clock(), self._num_rows, scheduled.num_steps
-        stamps = began_s, scheduled_s, launched_s, taken_s, ended_s, num_scheduled, num_sampled, num_rows, num_steps
-        self._record(stamps)
+        record = (
+            _STEP,
+            began_s,
+            scheduled_s,
+            launched_s,
+            taken_s,
+            self._clock(),
+            scheduled.step,
+            scheduled.num_tokens,
+            columns.stats.step,
+            len(model_output.token_ids),
+            self._num_rows,
+            scheduled.num_steps,
+        )
+        self._record(record)
         if not self.num_completed % BATCH:
             self.times.end_batch()
         for observer in tuple(self.observers):  # a trace leaves them at its deadline
-            observer.completed(scheduled, stamps, columns)
+            observer.completed(record, columns)
         return columns
 
     def _launch_next(self, max_steps: int) -> bool:

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from ringcore.engine_core.step_observer import Stamps, StepObserver
+from ringcore.engine_core.step_observer import StepObserver, StepRecord
 from ringcore.errors import InvalidRequestError
 from ringcore.protocol.messages import FrontEndTrace, StartTrace, TakeTrace
 from ringcore.protocol.requests import OutputColumns
-from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.request import Request
 from ringcore.tracing import Tracer, check_seconds, now_ns
-from ringcore.tracing.kinds import ADMITTED, ARRIVED, ENDED, FIRST_TOKEN, SENT, STEP
+from ringcore.tracing.kinds import ADMITTED, ARRIVED, ENDED, FIRST_TOKEN, SENT
 
 __all__ = ["EngineTracing"]
 
-_STEP, _SENT = STEP.number, SENT.number
+_SENT = SENT.number
 _ANSWER_NS = 10 * 10**9  # a front end that answers later is left out
 
 
@@ -105,15 +104,16 @@ class EngineTracing:
     # -----------------------------------------------------------------------------------------------------------
     # As an observer of steps.
 
-    def completed(self, step: SchedulerOutput, stamps: Stamps, columns: OutputColumns) -> None:
-        self._record((_STEP, stamps, step.step, step.num_tokens, columns.stats.step))
+    def completed(self, record: StepRecord, columns: OutputColumns) -> None:
+        self._record(record)
+        applied_s = record[5]
         if columns.started or columns.others or self._awaited:
-            self._note(columns, int(stamps[4] * 1e9))
-        if stamps[4] > self._deadline_s:
+            self._note(columns, int(applied_s * 1e9))
+        if applied_s > self._deadline_s:
             self.tracer.check(now_ns())
 
     def sent(self, began_s: float, ended_s: float) -> None:
-        self._record((_SENT, (began_s, ended_s)))
+        self._record((_SENT, began_s, ended_s))
 
     def _note(self, columns: OutputColumns, now: int) -> None:
         """The requests that a step's output admits, and those that got their first token or ended. now: nanoseconds."""

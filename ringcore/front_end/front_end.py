@@ -59,8 +59,8 @@ class FrontEnd:
         began = tracer.is_on and now_ns()
         processed = self.outputs.process(received.outputs)
         if began:
-            facts = received.stats.step, len(received.outputs), processed.num_new_tokens
-            tracer.record((PROCESSED.number, began, now_ns(), *facts))
+            step, num_outputs, num_tokens = received.stats.step, len(received.outputs), processed.num_new_tokens
+            tracer.record((PROCESSED.number, began, now_ns(), step, num_outputs, num_tokens))
         return processed
 
     def receive_and_abort(self) -> ProcessedOutputs:

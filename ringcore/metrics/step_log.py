@@ -17,7 +17,7 @@ __all__ = ["StepLog", "StepMetrics"]
 _SECONDS = tuple(m * 10**e for e in range(-4, 1) for m in (1.0, 2.0, 5.0))  # 0.1 ms to 5 s
 _TOKENS = tuple(float(1 << e) for e in range(15))  # 1 to 16384
 _REQUESTS = tuple(float(1 << e) for e in range(13))  # 1 to 4096
-_LAUNCHED, _TAKEN, _SCHEDULED, _ROWS, _STEPS = 2, 3, 5, 7, 8  # of `engine_core.step_observer.Stamps`
+_LAUNCHED, _TAKEN, _TOKENS_OF, _ROWS, _STEPS = 3, 4, 7, 10, 11  # of `engine_core.step_observer.StepRecord`
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
@@ -42,12 +42,12 @@ class StepLog:
         self._requests = BucketHistogram(_REQUESTS)
 
     def count(self, steps: Sequence[tuple[float, ...]]) -> None:
-        """steps: as `engine_core.step_observer.Stamps`; the one before, and those that are counted."""
-        of_each = [_column(steps, index) for index in (_LAUNCHED, _TAKEN, _SCHEDULED, _ROWS, _STEPS)]
-        launched_s, taken_s, num_scheduled, num_rows, num_steps = of_each
+        """steps: as `engine_core.step_observer.StepRecord`; the one before, and those that are counted."""
+        of_each = [_column(steps, index) for index in (_LAUNCHED, _TAKEN, _TOKENS_OF, _ROWS, _STEPS)]
+        launched_s, taken_s, num_tokens, num_rows, num_steps = of_each
         times = num_steps[1:]
         self._seconds.add((taken_s[1:] - np.maximum(taken_s[:-1], launched_s[1:])) / times, times)
-        self._tokens.add(np.diff(num_scheduled) / times, times)
+        self._tokens.add(num_tokens[1:] / times, times)
         self._requests.add(num_rows[1:], times)
 
     def metrics(self) -> StepMetrics:

@@ -24,21 +24,21 @@ class Chain:
     arguments are integers, and each is given once.
 
     kinds: None is a time in between, which is no span. number: the index in `kinds.CHAINS`. track: where they are
-    shown; its spans are recorded by one thread at a time. has_stamps: the times are one field, a tuple of seconds that
-    the code has anyway and may have more.
+    shown; its spans are recorded by one thread at a time.
     """
 
-    __slots__ = ("args", "has_stamps", "kinds", "number", "track")
+    __slots__ = ("args", "kinds", "number", "track")
 
-    def __init__(self, number: int, track: str, *kinds: Kind | None, has_stamps: bool = False) -> None:
-        self.number, self.track, self.kinds, self.has_stamps = number, track, kinds, has_stamps
+    def __init__(self, number: int, track: str, *kinds: Kind | None) -> None:
+        self.number, self.track, self.kinds = number, track, kinds
         self.args = tuple(dict.fromkeys(name for kind in kinds if kind for name in kind.args))
 
     def spans(self, fields: Sequence[Any]) -> Iterator[tuple[Kind, int, int, tuple[int, ...]]]:
-        """Kind, begin, end and arguments of each. fields: as those of `Tracer.record`."""
-        num_times = 1 if self.has_stamps else len(self.kinds) + 1
-        times = [round(seconds * 1e9) for seconds in fields[0]] if self.has_stamps else fields[:num_times]
-        values = dict(zip(self.args, fields[num_times:], strict=True))
+        """Kind, begin, end and arguments of each. fields: as those of `Tracer.record`; what follows the arguments is
+        not read."""
+        num_times, num_fields = len(self.kinds) + 1, len(self.kinds) + 1 + len(self.args)
+        times = [round(time * 1e9) if isinstance(time, float) else time for time in fields[:num_times]]
+        values = dict(zip(self.args, fields[num_times:num_fields], strict=True))
         for index, kind in enumerate(self.kinds):
             if kind is not None:
                 yield kind, times[index], times[index + 1], tuple(values[name] for name in kind.args)

@@ -102,9 +102,9 @@ READ = Chain(0, "messages", READ_OUTPUTS)
 PROCESSED = Chain(1, "outputs", PROCESS_OUTPUTS)
 WOKEN = Chain(2, "outputs", WAKE_READERS)
 RECEIVED = Chain(3, "loop", RECEIVE)
-STEP = Chain(4, "loop", SCHEDULE, BROADCAST, None, UPDATE, has_stamps=True)  # None: in flight
+STEP = Chain(4, "loop", SCHEDULE, BROADCAST, None, UPDATE)  # None: in flight
 ENQUEUED = Chain(5, "loop", ENQUEUE)
-SENT = Chain(6, "loop", SEND, has_stamps=True)
+SENT = Chain(6, "loop", SEND)
 WAITED = Chain(7, "loop", WAIT)
 IDLED = Chain(8, "loop", IDLE)
 CALL_RECEIVED = Chain(9, "steps", AWAIT_CALL, RECEIVE_CALL)

@@ -56,14 +56,14 @@ class ProcessTrace(msgspec.Struct, frozen=True):
     taken_ns: int  # when the records were taken
     taken_unix_ns: int  # the same moment by the host's wall clock
     is_full: bool  # newer records may have replaced the oldest
-    chains: list[tuple[str, bool, tuple[Kind | None, ...]]]  # of its own version: track, `has_stamps`, kinds
+    chains: list[tuple[str, tuple[Kind | None, ...]]]  # of its own version: track, kinds
     records: list[tuple[Any, ...]]  # the number of a chain, then its fields
     notes: list[Span]
     threads: dict[int, str]  # the names, by ident
 
     def spans(self) -> Iterator[Span]:
         """In no order; their tracks are names. Those of one track are nested or disjoint."""
-        chains = [Chain(i, track, *kinds, has_stamps=stamps) for i, (track, stamps, kinds) in enumerate(self.chains)]
+        chains = [Chain(number, track, *kinds) for number, (track, kinds) in enumerate(self.chains)]
         for number, *fields in self.records:
             chain = chains[number]
             for kind, began_ns, ended_ns, args in chain.spans(fields):
@@ -87,7 +87,8 @@ class Tracer:
         if began:
             tracer.record((SENT.number, began, now_ns()))
 
-    record: of the spans of a chain its number, the begin of the first span, the end of each, the arguments. While it is
+    record: of the spans of a chain its number, the begin of the first span, the end of each, the arguments; times are
+    nanoseconds, or seconds as a float where the code has them so. While it is
     on, this takes a tenth of a microsecond: it is the append of a bounded deque, called without a Python function
     between, and the garbage collector soon forgets a tuple of numbers. What has other arguments is rare and goes into a
     ring of its own by `note`. Any thread may record. The spans of a thread must be nested or disjoint, as those of
@@ -151,7 +152,7 @@ class Tracer:
             taken_ns=now_ns(),
             taken_unix_ns=time.clock_gettime_ns(time.CLOCK_REALTIME),
             is_full=is_full,
-            chains=[(chain.track, chain.has_stamps, chain.kinds) for chain in CHAINS],
+            chains=[(chain.track, chain.kinds) for chain in CHAINS],
             records=_emptied(records),
             notes=[
                 *_emptied(notes),

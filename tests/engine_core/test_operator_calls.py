@@ -162,8 +162,8 @@ def test_the_parts_of_a_step_and_the_rates():
     clock = Clock()
     times = StepTimes(clock)
     assert times.report(10).num_steps == 0
-    times.record((100.0, 100.1, 100.3, 103.5, 104.0, 6, 2, 1, 1))
-    times.record((101.0, 101.1, 101.3, 104.5, 105.0, 12, 4, 1, 1))  # launched while the first runs
+    times.record((4, 100.0, 100.1, 100.3, 103.5, 104.0, 0, 6, 0, 2, 1, 1))
+    times.record((4, 101.0, 101.1, 101.3, 104.5, 105.0, 1, 6, 0, 2, 1, 1))  # launched while the first runs
     times.record_send(0.25)
     clock.now_s = 106.0
     report = times.report(1)
@@ -193,7 +193,7 @@ def test_a_full_ring_bounds_the_window():
     for number in range(MAX_STEPS + 500):
         clock.now_s = 100.0 + number / 1024
         now_s = clock.now_s
-        times.record((*[now_s - 1e-4] * 3, now_s, now_s, 2 * (number + 1), number + 1, 1, 1))
+        times.record((4, *[now_s - 1e-4] * 3, now_s, now_s, number, 2, number, 1, 1, 1))
     report = times.report(MAX_STEPS)
     assert report.num_steps == len(report.last["age_s"]) == MAX_STEPS
     assert report.window_s == pytest.approx(1.0, rel=0.01)

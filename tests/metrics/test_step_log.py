@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import numpy as np
 import pytest
 
@@ -11,12 +9,11 @@ from ringcore.engine_core.admin.step_times import BATCH, StepTimes
 from ringcore.metrics import StepLog
 from ringcore.protocol.introspection import MAX_STEPS
 
-START = (0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 1)
+START = (0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, 1)
 
 
-def step(launched_s: float, taken_s: float, num_scheduled: int, num_rows: int, num_steps: int = 1):
-    """num_scheduled: tokens since the start."""
-    return (0.0, 0.0, launched_s, taken_s, 9.0, num_scheduled, 0, num_rows, num_steps)
+def step(launched_s: float, taken_s: float, num_tokens: int, num_rows: int, num_steps: int = 1):
+    return (0, 0.0, 0.0, launched_s, taken_s, 9.0, 0, num_tokens, 0, 1, num_rows, num_steps)
 
 
 def test_a_step_begins_with_its_launch_or_the_end_of_the_one_before():
@@ -24,8 +21,8 @@ def test_a_step_begins_with_its_launch_or_the_end_of_the_one_before():
     first = step(1.0, 2.0, 9, 2)  # 1 s
     log.count([START, first])
     assert log.metrics().seconds.sum == 1.0
-    second = step(1.25, 2.5, 11, 2)  # 0.5 s since then
-    log.count([first, second, step(7.0, 7.25, 14, 3)])  # 0.25 s: nothing was asked for before
+    second = step(1.25, 2.5, 2, 2)  # 0.5 s since then
+    log.count([first, second, step(7.0, 7.25, 3, 3)])  # 0.25 s: nothing was asked for before
     metrics = log.metrics()
     assert metrics.seconds.sum == pytest.approx(1.75)
     assert (metrics.tokens.sum, metrics.requests.sum) == (14, 7)
@@ -46,12 +43,13 @@ def test_every_step_since_the_first_question_is_counted_once():
     times, random = StepTimes(lambda: 100.0), np.random.default_rng(3)
     tokens = random.integers(1, 100, 5 * MAX_STEPS).tolist()
     num_before = 700
-    for number, num_scheduled in enumerate(accumulate(tokens), start=1):
-        times.record(step(number - 0.25, number, num_scheduled, 1 + number % 7))
+    for number, num_tokens in enumerate(tokens, start=1):
+        times.record(step(number - 0.25, number, num_tokens, 1 + number % 7))
         if not number % BATCH:
             times.end_batch()
         if number >= num_before and number % 1111 in (0, num_before % 1111):
             assert times.metrics().tokens.sum == sum(tokens[num_before:number])
+            assert times.num_tokens == (sum(tokens[:number]), number)
         assert len(times._steps) <= MAX_STEPS + 1 + BATCH
     metrics = times.metrics()
     assert metrics.tokens.sum == sum(tokens[num_before:])

@@ -53,7 +53,7 @@ def test_a_chain_is_its_spans_one_after_the_other(tracer):
     """Each argument is given once, and is that of every span that has it."""
     began = now_ns()
     times = began, began + 10, began + 30, began + 35, began + 40
-    tracer.record((kinds.STEP.number, (*(one / 1e9 for one in times), 700, 80), 5, 64, 6))
+    tracer.record((kinds.STEP.number, *(one / 1e9 for one in times), 5, 64, 6, 700, 80))
     schedule, broadcast, update = tracer.take("engine").spans()
     assert (update.kind, update.began_ns, update.ended_ns, update.args) == (
         kinds.UPDATE,
