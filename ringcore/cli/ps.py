@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ps"]
 
-_HEADER = ("PID", "ID", "MODEL", "STATE", "AGE", "RUNNING", "WAITING", "TOKENS/S", "KV", "RANKS")
+_HEADER = ("PID", "OWNER", "ID", "MODEL", "STATE", "AGE", "RUNNING", "WAITING", "TOKENS/S", "KV", "RANKS")
 
 
 def ps(
@@ -21,6 +21,8 @@ def ps(
     timeout: Annotated[float, typer.Option(help="seconds to wait for an engine's answer")] = 1.0,
 ) -> None:
     """Lists the engines that this user runs on this host, the oldest first; for root those of every user.
+
+    OWNER is the process that started it: the engines of one service have the same.
 
     An engine that does not answer is listed all the same, with what the kernel and its shared memory say of it: that
     it is starting, or hangs. They are asked together, and none stops computing for it.
@@ -62,6 +64,7 @@ def _row(report: EngineReport) -> list[str]:
     devices = " ".join(dict.fromkeys(report.devices))
     return [
         str(report.pid),
+        _figure(report.owner_pid),
         report.engine_id,
         report.model or "?",
         report.state,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from ringcore.cli.call_values import as_json, in_words
+from ringcore.cli.engine_call import EngineCall, explained
 from ringcore.cli.engines import KEYS_HELP, choose_engine
 from ringcore.cli.tables import table
 
 if TYPE_CHECKING:
-    from ringcore.front_end.admin_client import AdminClient
     from ringcore.protocol.methods import RpcMethod
 
 __all__ = ["rpc"]
@@ -30,6 +29,8 @@ def rpc(
     engine: Annotated[str, typer.Argument(help="a pid, id or model of 'ringcore ps', or tcp://HOST:PORT")],
     method: Annotated[str | None, typer.Argument(help="e.g. stats, memory, stack, sleep; default: list them")] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="ARG", help="JSON, or else a string")] = None,
+    of_all: Annotated[bool, typer.Option("--all", help="call every engine of this user on this host")] = False,
+    of: Annotated[str | None, typer.Option(help="call every engine of a service, by its pid, or of a model")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON, one line per rank")] = False,
     timeout: Annotated[float, typer.Option(help="seconds until the call times out")] = 30.0,
     rank: Annotated[int | None, typer.Option(help="every rank executes the call, only this one replies")] = None,
@@ -43,6 +44,9 @@ def rpc(
     of the engine's keys, must have the method's: read, call or lifecycle. A name that engine and workers both have,
     such as stats, is the workers' unless --engine is given.
 
+    With --all or --of there is no ENGINE: METHOD comes first. The engines are asked at once, and one that fails hides
+    no other; then the exit code is 1.
+
     Examples:
 
     \b
@@ -53,70 +57,62 @@ def rpc(
       ringcore rpc 4242 pause all
       ringcore rpc 4242 set_level debug 3 '{"modules": ["a"]}'
       ringcore rpc 4242 shift -- -1
+      ringcore rpc --all stats
+      ringcore rpc --of SmolLM2-135M stack --json
       ringcore rpc tcp://127.0.0.1:5600 stats --keys ./admin-keys
     """
-    from ringcore.errors import InvalidRequestError, RpcTimeoutError
+    if of_all or of is not None:
+        words = [*([] if method is None else [method]), *(args or [])]
+        _call_several(EngineCall(engine, words, timeout, rank, of_engine), of, keys, json)
+    elif method is not None:
+        _print(_call_one(EngineCall(method, args or [], timeout, rank, of_engine), engine, keys, json))
+    else:
+        _print(_methods(engine, keys, timeout, rank, json))
 
-    if rank is not None and (of_engine or method is None):
+
+def _call_several(call: EngineCall, of: str | None, keys: Path | None, json: bool) -> None:
+    from ringcore.cli.several_engines import call_each, check_answers
+    from ringcore.errors import InvalidRequestError
+    from ringcore.front_end.local_engines import find_engines
+
+    if keys is not None:
+        raise InvalidRequestError(f"keys={str(keys)!r}: engines of this host need none", field="keys", value=None)
+    answers = []
+    for answer in call_each(call, find_engines(of)):
+        _print(answer.as_json() if json else answer.in_words())
+        answers.append(answer)
+    check_answers(answers)
+
+
+def _call_one(call: EngineCall, engine: str, keys: Path | None, json: bool) -> list[str]:
+    from ringcore.errors import RpcTimeoutError
+
+    address = choose_engine(engine, keys)
+    try:
+        with address.connect() as client:
+            values = call.on(client)
+    except RpcTimeoutError as error:
+        raise explained(error, address.local) from error
+    return [as_json(value) for value in values.values()] if json else in_words(values)
+
+
+def _methods(engine: str, keys: Path | None, timeout: float, rank: int | None, json: bool) -> list[str]:
+    from ringcore.errors import InvalidRequestError
+
+    if rank is not None:
         raise InvalidRequestError(
             f"rank={rank}: only calls to workers have one; leave it out", field="rank", value=rank
         )
-    try:
-        with choose_engine(engine, keys).connect() as client:
-            if method is None:
-                listing = client.methods(timeout)
-                lines = [as_json(one) for one in listing] if json else _table(listing)
-            else:
-                values = _call(client, method, [_argument(a) for a in args or []], timeout, rank, of_engine)
-                lines = [as_json(value) for value in values.values()] if json else in_words(values)
-    except RpcTimeoutError as error:
-        raise _explained(error, engine) from error
+    with choose_engine(engine, keys).connect() as client:
+        methods = client.methods(timeout)
+    return [as_json(one) for one in methods] if json else _table(methods)
+
+
+def _print(lines: Sequence[str]) -> None:
     for line in lines:
         print(line, flush=True)
-
-
-def _call(
-    client: AdminClient, method: str, args: list[Any], timeout: float, rank: int | None, of_engine: bool
-) -> dict[int | None, Any]:
-    """The value of each rank; rank None: the engine's own."""
-    if of_engine or (rank is None and _is_of_engine_alone(client, method, timeout)):
-        return {None: client.call_engine(method, args, None, timeout)}
-    values = client.collective_rpc(method, args, None, timeout, rank)
-    return dict(enumerate(values)) if rank is None else {rank: values}
-
-
-def _is_of_engine_alone(client: AdminClient, method: str, timeout: float) -> bool:
-    """Whether the engine has such a method, and its workers have none."""
-    from ringcore.engine_core.admin.operator_calls import OPERATOR_CALLS
-    from ringcore.engine_core.admin.public_methods import ENGINE_CALLS
-    from ringcore.errors import PermissionDeniedError
-
-    if method in ENGINE_CALLS or method in OPERATOR_CALLS:
-        with suppress(PermissionDeniedError):  # without the scope "read" the engine says itself where the method is
-            return not any((one.target, one.name) == ("workers", method) for one in client.methods(timeout))
-    return False
-
-
-def _explained(error: Exception, engine: str) -> Exception:
-    """The timeout, with what is known of an engine on this host that does not answer."""
-    from ringcore.errors import RingcoreError, RpcTimeoutError
-    from ringcore.front_end.engine_survey import silence
-    from ringcore.front_end.local_engines import find_engine
-
-    assert isinstance(error, RpcTimeoutError)
-    with suppress(RingcoreError):
-        if "://" not in engine and (known := silence(find_engine(engine))) is not None:
-            return RpcTimeoutError(f"{error.message}; it is {known[0]}: {known[1]}", **error.details)
-    return error
 
 
 def _table(methods: list[RpcMethod]) -> list[str]:
     rows = [[one.target, one.scope, _EFFECTS[one.scope], f"{one.name}{one.signature}", one.summary] for one in methods]
     return table(["OF", "SCOPE", "EFFECT", "METHOD", ""], rows)
-
-
-def _argument(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return text

@@ -26,10 +26,12 @@ _SILENT_S = 3.0  # the heartbeat beats once a second
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """detail: why it is in this state, if that needs saying. age_s: since the start of its process. devices: of each
-    rank, e.g. "cuda:0"; empty if the workers did not say. None: not known."""
+    """owner_pid: of the process that started it. detail: why it is in this state, if that needs saying. age_s: since
+    the start of its process. devices: of each rank, e.g. "cuda:0"; empty if the workers did not say. None: not known.
+    """
 
     pid: int
+    owner_pid: int | None = None
     engine_id: str
     uid: int
     state: EngineState
@@ -118,6 +120,7 @@ def _report(engine: LocalEngine, state: EngineState, detail: str | None) -> Engi
         return report
     return msgspec.structs.replace(
         report,
+        owner_pid=known.owner_pid,
         model=known.model,
         age_s=time.monotonic() - known.started_s,
         executor=known.executor,

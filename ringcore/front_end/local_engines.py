@@ -23,7 +23,7 @@ from ringcore.executor.status_board import RankStatus, StatusBoard
 from ringcore.front_end.local_connection import connect
 from ringcore.protocol.engine_description import EngineDescription
 
-__all__ = ["LocalEngine", "find_engine", "local_engines"]
+__all__ = ["LocalEngine", "find_engine", "find_engines", "local_engines"]
 
 _ACCEPTS = 0x10000  # the flag of a listening socket; one that was accepted has its name too
 _ROOT = 0
@@ -49,6 +49,11 @@ class LocalEngine:
     @property
     def model(self) -> str | None:
         return None if self.description is None else self.description.model
+
+    @property
+    def owner_pid(self) -> int | None:
+        """Of the process that started it, as the engine counts."""
+        return None if self.description is None else self.description.owner_pid
 
     def status(self) -> RankStatus | None:
         """What its process last wrote into shared memory, without being asked: see `engine_core.heartbeat`. None if it
@@ -83,23 +88,37 @@ def _started_s(engine: LocalEngine) -> float:
 
 
 def find_engine(wanted: str | int | None = None, among: Sequence[LocalEngine] | None = None) -> LocalEngine:
-    """The engine with this pid, with an id that begins so, or of this model (its name, path, or last part of it); None:
-    the only one. Root finds another user's engine by its pid or id alone.
+    """The engine with this pid, or whose owner has it, with an id that begins so, or of this model (its name, path, or
+    last part of it); None: the only one. Root finds another user's engine by a pid or its id alone.
 
     Raises `InvalidRequestError`, with the candidates, if none fits or several do.
     """
     engines = local_engines() if among is None else among
-    ours = [one for one in engines if one.uid == os.geteuid()]
-    text = "" if wanted is None else str(wanted)
-    if wanted is None:
-        fitting = ours
-    else:
-        fitting = [one for one in engines if text == str(one.pid or one.name.pid)]
-        fitting = fitting or [one for one in ours if _is_of_model(one, text)]
-        fitting = fitting or [one for one in engines if text and one.engine_id.startswith(text)]
+    fitting = _fitting(wanted, engines)
     if len(fitting) == 1:
         return fitting[0]
     raise _not_one(wanted, fitting, engines)
+
+
+def find_engines(wanted: str | int | None = None, among: Sequence[LocalEngine] | None = None) -> list[LocalEngine]:
+    """As `find_engine`, but all that fit, the oldest first; None: every engine of this user. Raises
+    `InvalidRequestError`, with the candidates, if none fits."""
+    engines = local_engines() if among is None else among
+    fitting = _fitting(wanted, engines)
+    if not fitting:
+        raise _not_one(wanted, fitting, engines)
+    return fitting
+
+
+def _fitting(wanted: str | int | None, engines: Sequence[LocalEngine]) -> list[LocalEngine]:
+    ours = [one for one in engines if one.uid == os.geteuid()]
+    if wanted is None:
+        return ours
+    text = str(wanted)
+    fitting = [one for one in engines if text == str(one.pid or one.name.pid)]
+    fitting = fitting or [one for one in engines if one.owner_pid is not None and text == str(one.owner_pid)]
+    fitting = fitting or [one for one in ours if _is_of_model(one, text)]
+    return fitting or [one for one in engines if text and one.engine_id.startswith(text)]
 
 
 def _is_of_model(engine: LocalEngine, text: str) -> bool:

@@ -64,10 +64,11 @@ def test_the_command_as_typed(pids, folder):
     command = [sys.executable, "-m", "ringcore.cli", "ps"]
     out = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True, cwd=ROOT).stdout
     lines = {line.split()[0]: line.split() for line in out.splitlines()}
-    header = ["PID", "ID", "MODEL", "STATE", "AGE", "RUNNING", "WAITING", "TOKENS/S", "KV", "RANKS"]
-    assert lines["PID"][:10] == header
-    assert lines[str(pids[0])][2:4] == [folder, "ready"]
-    assert lines[str(pids[0])][5:11] == ["0", "0", "0", "0%", "2", "cpu"]
+    header = ["PID", "OWNER", "ID", "MODEL", "STATE", "AGE", "RUNNING", "WAITING", "TOKENS/S", "KV", "RANKS"]
+    assert lines["PID"][:11] == header
+    assert lines[str(pids[0])][1] == str(os.getpid())
+    assert lines[str(pids[0])][3:5] == [folder, "ready"]
+    assert lines[str(pids[0])][6:12] == ["0", "0", "0", "0%", "2", "cpu"]
 
 
 def test_what_is_known_of_each(pids, folder):
@@ -77,6 +78,7 @@ def test_what_is_known_of_each(pids, folder):
     assert len(first.pop("engine_id")) == 8
     assert first == {
         "pid": pids[0],
+        "owner_pid": os.getpid(),
         "uid": os.geteuid(),
         "state": "ready",
         "detail": None,
@@ -173,8 +175,9 @@ def test_no_engine(monkeypatch):
 
 REPORTS = [
     EngineReport(
-        pid=4242, engine_id="0a1b2c3d", uid=1000, state="ready", model="org/model", age_s=754.2, num_ranks=2,
-        devices=["cuda:0", "cuda:1"], num_running=12, num_waiting=3, generated_tokens_per_s=6120.4, kv_cache_use=0.4189,
+        pid=4242, owner_pid=4200, engine_id="0a1b2c3d", uid=1000, state="ready", model="org/model", age_s=754.2,
+        num_ranks=2, devices=["cuda:0", "cuda:1"], num_running=12, num_waiting=3, generated_tokens_per_s=6120.4,
+        kv_cache_use=0.4189,
     ),
     EngineReport(pid=77, engine_id="ffffffff", uid=1000, state="hung", detail="it\x1b[31m hangs", model="a\nb"),
 ]  # fmt: skip
@@ -182,9 +185,9 @@ REPORTS = [
 
 def test_the_table():
     assert in_words(REPORTS, 1000) == [
-        "PID   ID        MODEL      STATE  AGE     RUNNING  WAITING  TOKENS/S  KV   RANKS",
-        "4242  0a1b2c3d  org/model  ready  12m34s  12       3        6,120     42%  2 cuda:0 cuda:1",
-        "77    ffffffff  a?b        hung   ?       -        -        -         -    -",
+        "PID   OWNER  ID        MODEL      STATE  AGE     RUNNING  WAITING  TOKENS/S  KV   RANKS",
+        "4242  4200   0a1b2c3d  org/model  ready  12m34s  12       3        6,120     42%  2 cuda:0 cuda:1",
+        "77    -      ffffffff  a?b        hung   ?       -        -        -         -    -",
         "77 is hung: it?[31m hangs",
     ]
     assert [line.split()[-1] for line in in_words(REPORTS, 0)[:3]] == ["USER", "1000", "1000"]

@@ -21,7 +21,7 @@ from ringcore.engine_core.admin.local_listener import LocalListener
 from ringcore.engine_core.admin.local_name import LocalName
 from ringcore.errors import EngineDeadError, InvalidRequestError, PermissionDeniedError, RpcTimeoutError
 from ringcore.front_end.client import EngineCoreClient
-from ringcore.front_end.local_engines import LocalEngine, find_engine, local_engines
+from ringcore.front_end.local_engines import LocalEngine, find_engine, find_engines, local_engines
 from ringcore.protocol.engine_description import EngineDescription
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.protocol.scopes import SCOPES
@@ -78,6 +78,7 @@ def test_each_is_found_and_described(pids, folders):
         num_ranks=2,
         started_s=first.description.started_s,
         status_fd=first.description.status_fd,
+        owner_pid=os.getpid(),
     )
     assert second.model == folders[1]
     assert first.engine_id != second.engine_id
@@ -102,15 +103,15 @@ def test_one_is_meant(pids, folders, by):
         assert [rank.pid for rank in admin.health().ranks] == [pids[1]]
 
 
-def engine_of(pid: int, engine_id: str, model: str | None, uid: int | None = None) -> LocalEngine:
-    description = model and EngineDescription(engine_id, pid, model, "multiproc", "cpu", 1, 0.0, 5)
+def engine_of(pid: int, engine_id: str, model: str | None, uid: int | None = None, owner=None) -> LocalEngine:
+    description = model and EngineDescription(engine_id, pid, model, "multiproc", "cpu", 1, 0.0, 5, owner_pid=owner)
     return LocalEngine(LocalName(os.geteuid() if uid is None else uid, pid, engine_id), pid, description or None)
 
 
 ENGINES = [
     engine_of(10, "aaaa1111", "org/model"),
-    engine_of(20, "aaaa2222", "/models/other"),
-    engine_of(30, "bbbb3333", "/more/other"),
+    engine_of(20, "aaaa2222", "/models/other", owner=60),
+    engine_of(30, "bbbb3333", "/more/other", owner=60),
     engine_of(40, "20cc4444", None),
     engine_of(50, "dddd5555", "/models/theirs", uid=os.geteuid() + 1),
 ]
@@ -122,6 +123,13 @@ ENGINES = [
 )
 def test_which_one_is_meant(wanted, index):
     assert find_engine(wanted, ENGINES) is ENGINES[index]
+    assert find_engines(wanted, ENGINES) == [ENGINES[index]]
+
+
+@pytest.mark.parametrize(("wanted", "indices"), [("60", [1, 2]), (60, [1, 2]), ("other", [1, 2]), (None, [0, 1, 2, 3])])
+def test_several_are_meant(wanted, indices):
+    """Of one owner, of one model; none of another user."""
+    assert find_engines(wanted, ENGINES) == [ENGINES[index] for index in indices]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +143,8 @@ def test_which_one_is_meant(wanted, index):
             ENGINES,
             r"^engine: 'nothing': no such engine; give a pid, .* of: 10 \(.* 40 \(20cc4444, model unk",
         ),
+        ("60", ENGINES, r"^engine: '60': 2 engines fit; give the pid of one: 20 "),
+        ("None", ENGINES, "no such engine"),
         ("theirs", ENGINES, r"no such engine; .* 50 \(dddd5555, /models/theirs of user \d+\)$"),
         ("", ENGINES, "no such engine"),
         (None, [], r"^engine: user \d+ runs no engine in this network namespace; look at 'ringcore ps', or give tcp"),

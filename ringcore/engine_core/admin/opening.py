@@ -65,6 +65,7 @@ def _describe(config: EngineConfig, status_fd: int, admin_endpoint: str | None) 
         started_s=time.monotonic(),
         status_fd=status_fd,
         admin_endpoint=admin_endpoint,
+        owner_pid=os.getppid(),
     )
 
 
