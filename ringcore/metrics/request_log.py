@@ -160,16 +160,14 @@ class RequestLog:
             return RequestTotals(self._prompt_tokens, self._generation_tokens, dict(self._ended), counts)
 
     def _count_messages(self) -> None:
-        while self._runs:
-            run, is_over = self._runs[0], len(self._runs) > 1  # in this order: one that is over gets no more times
-            self._count_run(run, run.take_times())
-            if not is_over:
-                break
-            self._runs.popleft()
+        while len(self._runs) > 1:  # those before the last one get no more times
+            self._count_run(self._runs.popleft())
+        self._count_run(self._runs[0])
         if len(self._gaps) >= _MAX_GAPS:
             self._count_gaps()
 
-    def _count_run(self, run: _Run, times: list[float]) -> None:
+    def _count_run(self, run: _Run) -> None:
+        times = run.take_times()
         self._generation_tokens += run.num_tokens * len(times)
         if run.columns is not None:
             columns, run.columns = run.columns, None
