@@ -188,7 +188,9 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise bad_field(name, getattr(self, name), "give True or False")
         if self.stop_strings and not self.detokenize:
-            raise bad_field("detokenize", False, "give True: stop strings are found in the text; or give stop_token_ids instead")
+            raise bad_field(
+                "detokenize", False, "give True: stop strings are found in the text; or give stop_token_ids instead"
+            )
         check_int("n", self.n, 1, MAX_N, "each is a completion of its own")
         if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
             raise bad_field("seed", self.seed, f"give at most {MAX_SEED - self.n + 1}; completion i of n has seed + i")
