@@ -461,7 +461,7 @@ def test_what_a_hung_thread_does_later_harms_no_block(tmp_path: Path, disk: Hung
     filled(tmp_path, link, 3)
     store = in_directory(tmp_path, link, 8, timeout_s=0.1)
     disk.hang()
-    transfer(store, saves={b"hung": 4}, loads={0: {b"\x01": 1, b"\x02": 2}})
+    transfer(store, saves={b"hung": 4, b"behind": 8}, loads={0: {b"\x01": 1, b"\x02": 2}})
     assert until_known(store, 0) == [False, False]
     assert store._cache.num_available == 5
     transfer(store, saves={bytes([number]): number for number in range(5, 12)})
@@ -484,11 +484,12 @@ def test_what_a_hung_thread_does_later_harms_no_block(tmp_path: Path, disk: Hung
     store.close()
 
 
-def test_a_slow_disk_is_not_waited_for(tmp_path: Path, disk: HungDisk) -> None:
+@pytest.mark.parametrize("num_places", [8, 32])  # four wait for a place, or for a thread
+def test_a_slow_disk_is_not_waited_for(tmp_path: Path, disk: HungDisk, num_places: int) -> None:
     """Each read is in time and all of them together are not: the directory stays in use, and the rest is a miss."""
     link = LateLink(BlockPages(layers()), 0)
     filled(tmp_path, link, 8)
-    store = in_directory(tmp_path, link, 8, timeout_s=20.0)
+    store = in_directory(tmp_path, link, num_places, timeout_s=20.0)
     store._timeout_s = 0.2  # of the load alone
     disk.hang()
     transfer(store, loads={0: {bytes([i]): i for i in range(1, 9)}})
