@@ -42,6 +42,13 @@ def pids(folder):
         yield [one.wait_ready().pids["engine"] for one in (first, second)]
 
 
+@pytest.fixture(autouse=True)
+def ours_alone(monkeypatch, folder):
+    """No engine is called that another test or program runs, even one of this process."""
+    find = local_engines.local_engines
+    monkeypatch.setattr(local_engines, "local_engines", lambda: [one for one in find() if one.model == folder])
+
+
 def run(capsys, *args, code: int = 0) -> tuple[list[str], str]:
     with pytest.raises(SystemExit) as caught:
         main(["rpc", *map(str, args)])
