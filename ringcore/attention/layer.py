@@ -110,11 +110,14 @@ class LatentAttention:
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
     scale: float
     spec: AttentionSpec = field(init=False)  # what a backend is told in every call
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", AttentionSpec(self.num_heads, self.scale))
+        sizes = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
+        object.__setattr__(self, "spec", AttentionSpec(self.num_heads, self.scale, expanded_sizes=sizes))
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ class AttentionSpec:
     scale: float  # of the scores, above 0
     softcap: float | None = None  # above 0: each score becomes softcap * tanh(score / softcap)
     has_sinks: bool = False  # each query head has a sink: one more logit, with a weight and no value
+    expanded_sizes: tuple[int, int] | None = None  # over latents: of a head's key and of its value
 
     @property
     def is_plain(self) -> bool:

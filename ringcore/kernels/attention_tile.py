@@ -10,13 +10,13 @@ import math
 import triton
 import triton.language as tl
 
-__all__ = ["MASK_VALUE", "attend_tile", "score_factors", "sink_share", "tile_blocks"]
+__all__ = ["MASK_VALUE", "attend_tile", "score_factors", "sink_share", "tile_blocks", "token_offsets"]
 
 MASK_VALUE = tl.constexpr(-1e30)  # of a masked score: finite, so that a tile whose scores are all masked gives no NaN
 
 
 @triton.jit
-def _token_offsets(
+def token_offsets(
     start, first, end, block_size: tl.constexpr, is_local: tl.constexpr, tile_tokens: tl.constexpr, masked: tl.constexpr
 ):
     """Offsets of the tile's tokens from the start of `start`'s block: known to the compiler where possible.
@@ -49,7 +49,7 @@ def tile_blocks(
     if block_size % tile_tokens == 0:
         blocks = tl.load(table, mask=start < end, other=0)
     else:
-        offsets = _token_offsets(start, first, end, block_size, is_local, tile_tokens, True)
+        offsets = token_offsets(start, first, end, block_size, is_local, tile_tokens, True)
         blocks = tl.load(table + offsets // block_size, mask=start < end, other=0)
     return blocks
 
@@ -91,7 +91,7 @@ def attend_tile(
     page_size: tl.constexpr = num_kv_heads * block_size * (head_size + v_head_size)
     is_local: tl.constexpr = window + chunk > 0
     dim = tl.arange(0, width)[None, :]
-    offsets = _token_offsets(start, first, end, block_size, is_local, tile_tokens, masked) % block_size
+    offsets = token_offsets(start, first, end, block_size, is_local, tile_tokens, masked) % block_size
     source = pages + (offsets * token_stride)[:, None] + dim
     page = blocks.to(tl.int64) * page_size  # int64: the cache may be larger than 2^31 elements
     source += page if block_size % tile_tokens == 0 else page[:, None]

@@ -86,11 +86,9 @@ def latent_rows(
     """
     n, width, rank, rope = *compressed.shape, len(gain), cos_sin.shape[1]
     assert width == rank + rope, (width, rank, rope)
-    assert rope % 2 == 0, rope
+    _check_angles(cos_sin, n, rope)
     assert compressed.stride(1) == 1
-    assert (cos_sin.shape, cos_sin.dtype) == ((n, rope), torch.float32), (cos_sin.shape, cos_sin.dtype)
     assert gain.is_contiguous()
-    assert cos_sin.is_contiguous()
     rows = compressed.new_empty(n, width)
     if kv_cache is not None:
         assert slot_mapping is not None, "kv_cache needs slot_mapping"
@@ -132,7 +130,7 @@ def latent_rows_reference(
 ) -> torch.Tensor:
     """`latent_rows` in plain torch."""
     rank = len(gain)
-    latent, shared = compressed[:, :rank].float(), compressed[:, None, rank:].float()
+    latent, shared = compressed[:, :rank].float(), compressed[:, None, rank:].to(torch.float32, copy=True)
     latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * gain.float()
     rotate_heads_reference(shared, cos_sin)
     rows = torch.cat((latent, shared[:, 0]), 1).to(compressed.dtype)
@@ -176,10 +174,8 @@ def rotate_heads(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotates x in place by each token's angles: [n, num_heads, head_dim], pairs interleaved, of any strides but the
     last, which is 1. cos_sin: [n, head_dim] float32, as for `latent_rows`."""
     n, num_heads, head_dim = x.shape
-    assert head_dim % 2 == 0, head_dim
+    _check_angles(cos_sin, n, head_dim)
     assert x.stride(2) == 1
-    assert (cos_sin.shape, cos_sin.dtype) == ((n, head_dim), torch.float32), (cos_sin.shape, cos_sin.dtype)
-    assert cos_sin.is_contiguous()
     if not n:
         return
     pairs, pdl = triton.next_power_of_2(head_dim // 2), supports_pdl(x.device)
@@ -202,6 +198,12 @@ def rotate_heads(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
 def rotate_heads_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """`rotate_heads` in plain torch."""
     n, heads, head_dim = x.shape
-    pairs = torch.view_as_complex(x.float().reshape(n, heads, head_dim // 2, 2))
+    pairs = torch.view_as_complex(x.float().contiguous().view(n, heads, head_dim // 2, 2))
     rotated = pairs * torch.view_as_complex(cos_sin.view(n, 1, head_dim // 2, 2))
     x.copy_(torch.view_as_real(rotated).flatten(2))
+
+
+def _check_angles(cos_sin: torch.Tensor, n: int, head_dim: int) -> None:
+    assert head_dim % 2 == 0, head_dim
+    assert (cos_sin.shape, cos_sin.dtype) == ((n, head_dim), torch.float32), (cos_sin.shape, cos_sin.dtype)
+    assert cos_sin.is_contiguous()

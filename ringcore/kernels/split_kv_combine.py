@@ -59,6 +59,7 @@ def combine_partials(
     v_head_size: tl.constexpr,
     width: tl.constexpr,
     per_round: tl.constexpr,
+    first_row=0,
 ):
     """Combines the partials of one work item, those of the programs from `first_program` on -> [rows, width] float32.
 
@@ -66,8 +67,9 @@ def combine_partials(
     others in slot 0. rows: group or more, and enough that every thread has an element
     (`DecodeTileScheduler.combine_rows`): if several threads read the same element, one may see it written and another
     not yet. per_round: partials words together. sinks: of the work item's query heads, or None; they enter here, once.
+    first_row: of the `rows` that are combined; the group may have more.
     """
-    row = tl.arange(0, rows)[:, None]
+    row = first_row + tl.arange(0, rows)[:, None]
     dim = tl.arange(0, width)[None, :]
     in_bounds_row = (row < group) & (dim < v_head_size)
     slot: tl.constexpr = group * v_head_size

@@ -24,7 +24,7 @@ from ringcore.kv_cache.spec import (
 
 CPU = torch.device("cpu")
 HAS_GPU = torch.cuda.is_available()
-RUNS_ON = {"triton": "cuda", "flash_attn": "cuda", "torch_sdpa": "cpu", "torch_mla": "cpu"}
+RUNS_ON = {"triton": "cuda", "flash_attn": "cuda", "torch_sdpa": "cpu", "triton_mla": "cuda", "torch_mla": "cpu"}
 HEAD_SIZE = 16
 # Of the largest difference: float32 sums of a few hundred terms in another order; the half formats' own rounding of
 # inputs, weights and outputs near 1.

@@ -18,7 +18,7 @@ from attention_bench import CPU, HAS_GPU, RUNS_ON, Bench, layer_of, refusal, run
 
 from ringcore.attention.backends import BACKENDS, choose_backend
 from ringcore.errors import ConfigError
-from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, MLASpec
 
 # The smallest blocks that each takes.
 SMALL = {"triton": 16, "flash_attn": 16, "torch_sdpa": 4}
@@ -248,7 +248,8 @@ def test_shapes_that_share_memory_leave_each_others_blocks_alone(
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_runs_on_its_own_device_alone(name: str) -> None:
     for device in {"cpu", "cuda", "meta"} - {RUNS_ON[name]}:
-        reason = BACKENDS[name].refusal(spec_of(16, 1, "float16"), [layer_of(1)], torch.device(device))
+        spec = MLASpec(16, 16, 8, "float16") if name.endswith("_mla") else spec_of(16, 1, "float16")
+        reason = BACKENDS[name].refusal(spec, [layer_of(1)], torch.device(device))
         assert reason is not None
         assert reason.endswith(f"not on {device}")
 

@@ -25,7 +25,7 @@ from ringcore.model_executor.linear_schemes.shard import OutputSlice
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HAS_GPU = torch.cuda.is_available()
-BLOCK = {"torch_mla": 4}
+BLOCK = {"torch_mla": 4, "triton_mla": 16}
 NAMES = [name for name in BLOCK if name != "triton_mla" or importlib.util.find_spec("triton")]
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
@@ -69,7 +69,7 @@ class Bench:
         self.device = CUDA if self.name == "triton_mla" and HAS_GPU else CPU
         self.spec = shape.spec(BLOCK[self.name])
         self.layer = LatentAttention(
-            5, shape.num_heads, shape.rank, shape.rope, scale=(shape.nope + shape.rope) ** -0.5
+            5, shape.num_heads, shape.rank, shape.rope, shape.nope, shape.v, scale=(shape.nope + shape.rope) ** -0.5
         )
         self.backend = BACKENDS[self.name](self.spec, [self.layer.spec])
         assert isinstance(self.backend, LatentBackend)

@@ -11,6 +11,7 @@ from ringcore.attention.backends.flash_attn import FlashAttnBackend
 from ringcore.attention.backends.torch_mla import TorchMLABackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.attention.backends.triton import TritonBackend
+from ringcore.attention.backends.triton_mla import TritonMLABackend
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
 from ringcore.kv_cache.spec import KVCacheSpec
@@ -21,6 +22,7 @@ __all__ = ["BACKENDS", "choose_backend"]
 BACKENDS: dict[str, type[PagedBackend]] = {
     TritonBackend.name: TritonBackend,
     FlashAttnBackend.name: FlashAttnBackend,
+    TritonMLABackend.name: TritonMLABackend,
     TorchSdpaBackend.name: TorchSdpaBackend,
     TorchMLABackend.name: TorchMLABackend,
 }

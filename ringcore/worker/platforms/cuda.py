@@ -34,7 +34,7 @@ _BFLOAT16_SINCE = (8, 0)  # compute capability: below, bfloat16 is emulated
 class CudaPlatform(Platform):
     """Rank i uses GPU i of the process's visible GPUs. cuda: torch.cuda."""
 
-    attention_backends: ClassVar[Sequence[str]] = ("triton", "flash_attn")
+    attention_backends: ClassVar[Sequence[str]] = ("triton", "flash_attn", "triton_mla")
     default_memory_share: ClassVar[float] = 0.9
     attention_gathers: ClassVar[bool] = False
     measures_steps: ClassVar[bool] = True

@@ -322,7 +322,7 @@ def fused_llama(change):
     found = fitting(found, calls, in_body, torch.float32, 1)
     names = {name: layout.pieces[0].checkpoint_name for name, layout in in_body.items()}
     parts = Parts(names, dict(model.base_model.named_modules()), 32, torch.float32, SingleRank(), all_dense)
-    return found, fuse(model.base_model, found, calls, lambda scale: parts, lambda index: index)
+    return found, fuse(model.base_model, found, calls, lambda scale: parts, lambda index, plan: index)
 
 
 def test_a_tensor_in_another_form_leaves_its_part_to_the_model():

@@ -109,7 +109,7 @@ class Parts:
         both = sizes.qk_nope_head_dim, sizes.v_head_dim
         up = of_heads(plan.kv_up, sum(both))
         return LatentSelfAttention(
-            LatentAttention(index, call.num_heads // tp.size, rank, rope, call.scale * plan.query_scale),
+            LatentAttention(index, call.num_heads // tp.size, rank, rope, *both, call.scale * plan.query_scale),
             self._column(f"{path}.qkv_a_proj", [down, *row], plan.down_has_bias),
             self.rms_norm(plan.kv_norm),
             LatentHeads(f"{path}.kv_b_proj", [up], rank, *both, self.dtype, self.scheme_of),
