@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backends.torch_mla import TorchMLABackend
 from ringcore.attention.context import ForwardContext, GroupContext, TokenContext
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kv_cache.spec import ChunkedAttentionSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import ChunkedAttentionSpec, MLASpec, SlidingWindowSpec
 
 
 class DenseAttention(AttentionBackend):
@@ -68,10 +69,11 @@ class DenseRun:
         specs = [layer.kv_cache_spec(max_len, dtype) for layer in layers]
         groups = list(dict.fromkeys(specs))
         self.group_of_layer = tuple(groups.index(spec) for spec in specs)
-        self.backends = [DenseAttention(spec, [layers[0].spec]) for spec in groups]
-        shape = self.backends[0].kv_cache_shape(num_seqs)
+        kinds = [TorchMLABackend if isinstance(spec, MLASpec) else DenseAttention for spec in groups]
+        self.backends = [kind(spec, [layers[0].spec]) for kind, spec in zip(kinds, groups, strict=True)]
+        shapes = [self.backends[group].kv_cache_shape(num_seqs) for group in self.group_of_layer]
         self.device = device or model.embed_tokens.table.device
-        self.kv_caches = tuple(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for _ in layers)
+        self.kv_caches = tuple(torch.zeros(one, dtype=getattr(torch, dtype), device=self.device) for one in shapes)
         self.num_computed = [0] * num_seqs
 
     def step(self, tokens: dict[int, Sequence[int]]) -> torch.Tensor:

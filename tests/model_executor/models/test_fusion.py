@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import DenseRun
-from test_transformers_model import EXPERTS, config_of, loaded, logits_of, theirs
+from test_transformers_model import EXPERTS, Rank, config_of, loaded, logits_of, theirs
 from thread_tp import on_all_ranks
 from torch import nn
 
@@ -36,6 +36,16 @@ MOE = {"head_dim": 8, **EXPERTS}
 SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 BIGCODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48}
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "relu"}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 # By type: options, and how many of two layers are ours as a whole, of their attentions, and of their MLPs.
 TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "llama": ({"attention_bias": True, "mlp_bias": True}, (2, 2, 2)),
@@ -59,6 +69,9 @@ TYPES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "opt": (OPT, (2, 2, 2)),  # q scaled by itself, the linears of an MLP among those of the layer
     "cohere2_moe": (MOE, (2, 2, 0)),
     "nemotron": ({"num_key_value_heads": 4}, (2, 2, 2)),  # norms of 1 + weight and a bias
+    "deepseek_v3": (LATENT | {"attention_bias": True, "rope_parameters": YARN | {"mscale_all_dim": 1.0}}, (2, 2, 2)),
+    "deepseek_v2": (LATENT | {"q_lora_rank": None}, (2, 2, 2)),  # angles as complex numbers, and queries of no latent
+    "minicpm3": (LATENT, (2, 2, 2)),  # of pairs in halves
     "persimmon": ({}, (2, 0, 2)),  # norms of each head with a mean
     "gpt2": (
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
@@ -365,7 +378,10 @@ def test_how_heads_and_pairs_lie():
 
 @pytest.mark.parametrize(
     "model_type",
-    ["phi3", "olmo2", "granite", "qwen3_moe", "gpt_oss", "gpt_neox", "cohere2", "phi", "starcoder2", "opt", "nemotron"],
+    [
+        *("phi3", "olmo2", "granite", "qwen3_moe", "gpt_oss", "gpt_neox", "cohere2", "phi", "starcoder2", "opt"),
+        *("nemotron", "deepseek_v3", "deepseek_v2"),
+    ],
 )
 def test_two_ranks_compute_the_same(tmp_path, model_type):
     theirs(tmp_path, model_type, **TYPES[model_type][0])
@@ -376,6 +392,35 @@ def test_two_ranks_compute_the_same(tmp_path, model_type):
 
     for logits in on_all_ranks(2, on_rank):
         torch.testing.assert_close(logits, alone, atol=2e-4, rtol=2e-4)
+
+
+def test_latents_are_whole_on_every_rank(tmp_path):
+    theirs(tmp_path, "deepseek_v3", **TYPES["deepseek_v3"][0])
+    shapes = [{weight.name: weight.shape for weight in loaded(tmp_path, tp).weights()} for tp in (None, Rank(1, 2))]
+    assert shapes[0]["layers.1.qkv_a_proj.weight"] == shapes[1]["layers.1.qkv_a_proj.weight"] == (24 + 16 + 8, 32)
+    assert [one["layers.1.q_b_proj.weight"] for one in shapes] == [(4 * 12, 24), (2 * 12, 24)]
+    assert [one["layers.1.kv_b_proj.weight"] for one in shapes] == [(4 * 16, 16), (2 * 16, 16)]
+
+
+def without_the_norm_of_latents(forward):
+    return lambda self, x: x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("path", "make", "expected"),
+    [
+        ("self_attn", rotated_twice, (2, 0, 2)),
+        ("self_attn", halved, (2, 0, 2)),
+        ("self_attn.kv_b_proj", doubled, (2, 0, 2)),
+        ("self_attn.kv_a_layernorm", without_the_norm_of_latents, (2, 0, 2)),
+        ("self_attn.q_a_layernorm", shifted, (2, 0, 2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_latent_attention_that_computes_something_else_stays_the_models_own(path, make, expected):
+    changed = found_in("minicpm3", with_forward(path, make), **LATENT)
+    assert counts(changed) == expected
+    assert changed.reasons
 
 
 def test_attention_that_depends_on_far_positions_stays_the_models_own():
