@@ -100,4 +100,5 @@ def _describe(
         max_num_batched_tokens=config.scheduler.token_budget,
         num_graphs_left=num_graphs_left,
         model=model,
+        kv_cache_token_bytes=plan.token_bytes,
     )

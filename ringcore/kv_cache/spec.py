@@ -215,6 +215,13 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.num_tensors * self.page_size_bytes
 
     @property
+    def token_bytes(self) -> int:
+        """Memory of one token that every layer has in its cache."""
+        return sum(
+            len(group.layer_names) * group.spec.page_size_bytes // group.spec.block_size for group in self.groups
+        )
+
+    @property
     def total_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 

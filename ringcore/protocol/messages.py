@@ -124,6 +124,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     max_num_batched_tokens: int  # the device's default, unless the user set it
     num_graphs_left: int = 0  # CUDA graphs of each rank that are captured while the engine is idle
     model: ModelReport | None = None  # on rank 0
+    kv_cache_token_bytes: int = 0  # of a token in the caches of all layers, on one rank of each stage
     admin_endpoint: str | None = None  # the address for AdminClients, with the port that was picked
 
 

@@ -108,6 +108,24 @@ def test_asleep_and_awake_again(folder):
         assert differences(model.entries, tokens(generate(core, PROMPTS, GREEDY))) == []
 
 
+def test_latents_are_cached_expanded_in_long_chunks_updated_and_asleep(tmp_path):
+    """Of these sizes chunks of 11 tokens and more are expanded, and a token takes 40 numbers a layer instead of 160."""
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": None}
+    model = saved("deepseek_v3", tmp_path, **sizes)
+    with make_core(model.path, steps_in_flight=2, enable_sleep_mode=True, **OPTIONS) as core:
+        assert core.ready.model is not None
+        assert core.ready.model.fused["attentions"] == core.ready.model.num_layers
+        assert core.ready.kv_cache_token_bytes == core.ready.model.num_layers * (32 + 8) * 4
+        assert_equal(model, core)
+        core.sleep()
+        core.wake_up()
+        assert differences(model.entries, tokens(generate(core, PROMPTS, GREEDY))) == []
+        core.sleep(2)  # without the weights, which are then read into the same memory
+        core.wake_up()
+        core.reload_weights(model.path)
+        assert differences(model.entries, tokens(generate(core, PROMPTS, GREEDY))) == []
+
+
 def test_random_weights_need_only_the_configuration(tmp_path):
     path = write_config("qwen3_moe", tmp_path)
     with make_core(path, load_format="dummy", **OPTIONS | {"model_impl": "auto"}) as core:

@@ -12,7 +12,7 @@ from ringcore.errors import ModelLoadError
 IDS = [3 + (7 * j * j + j) % 190 for j in range(24)]
 # By type: how it is computed, and the layers of three stages.
 NATIVE = ("llama", "gemma3_text")  # a head that is the embedding; two kinds of layers in groups
-OTHERS = ("gpt2", "llama4_text", "cohere2")  # ours and theirs, with positions of their own
+OTHERS = ("gpt2", "llama4_text", "cohere2", "deepseek_v3")  # ours and theirs, with positions of their own; latents
 CASES = [*((one, "native") for one in NATIVE), *((one, "transformers") for one in OTHERS)]
 
 

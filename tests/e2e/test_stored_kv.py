@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from engine import generate, make_core, tokens
+from transformers_models import VOCABULARY, saved
 
 from ringcore import EngineCore, SamplingParams
 from ringcore.errors import CapacityError, ConfigError
@@ -118,6 +119,16 @@ def test_groups_with_windows(tiny_qwen2: str, tmp_path: Path) -> None:
     with make_core(str(folder), **OPTIONS | SMALL | {"num_blocks_override": 66}) as core:
         assert one_by_one(core, PROMPTS + LONGER) == expected
         assert stats(core).num_hit_tokens > 200
+
+
+def test_latents(tmp_path: Path) -> None:
+    model = saved("deepseek_v3", tmp_path).path
+    prompts = [[token % VOCABULARY for token in prompt] for prompt in PROMPTS[:4] + LONGER[:4]]
+    with make_core(model, **OPTIONS, enable_prefix_caching=False) as core:
+        expected = tokens(generate(core, prompts, NEW))
+    with make_core(model, **OPTIONS, **SMALL) as core:
+        assert one_by_one(core, prompts) == expected
+        assert stats(core).num_hit_tokens
 
 
 def _damage(file: Path, other: bytes, how: str) -> None:

@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {},  # and under other names
     "gemma2": {},  # softcaps
     "gpt_oss": {},  # sinks
-    "deepseek_v3": {},  # latent attention, its heads expanded: values narrower than keys; a dense layer, then experts
+    "deepseek_v3": {},  # latent attention; a dense layer, then experts
     "llama4_text": {  # chunks, layers without them that scale queries by positions which they count, experts
         "num_hidden_layers": 3,
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
@@ -100,9 +100,9 @@ class Saved:
 
 
 @functools.cache
-def saved(model_type: str, folder: Path, lengths: tuple[int, ...] = tuple(map(len, PROMPTS))) -> Saved:
+def saved(model_type: str, folder: Path, lengths: tuple[int, ...] = tuple(map(len, PROMPTS)), **changes: Any) -> Saved:
     path = folder / model_type
-    model = random_model(write_config(model_type, path))
+    model = random_model(write_config(model_type, path, **changes))
     model.save_pretrained(path)
     entries = [continued(model, prompt) for prompt in prompts(*lengths)]
     before = entries[-1].prompt_token_ids[:20]

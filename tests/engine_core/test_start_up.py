@@ -69,6 +69,7 @@ def test_every_rank_gets_the_plan_of_the_smallest(start):
     assert executor.plan == kv_cache.config
     assert (ready.num_blocks, ready.block_size, ready.max_model_len) == (19, 4, 40)
     assert ready.max_concurrency == 19 / 10
+    assert ready.kv_cache_token_bytes == BLOCK_BYTES // 4
     assert ready.token_capacity == 76
     assert [table["kv_cache"] for table in ready.memory_bytes] == [20 * BLOCK_BYTES] * 2
     assert ready.pids["worker 0"] == 7

@@ -16,6 +16,9 @@ from test_fusion import IDS, TYPES
 from test_kernel_binding import PrewrittenAttention, few_programs
 from test_transformers_model import built, logits_of, theirs
 
+from ringcore.attention.backend import LatentBackend
+from ringcore.attention.backends.torch_mla import TorchMLABackend
+from ringcore.attention.backends.triton_mla import TritonMLABackend
 from ringcore.checkpoint import find_model
 from ringcore.kernels import skinny_configs
 from ringcore.model_executor import ops
@@ -29,7 +32,10 @@ def logits(folder, device, dtype, has_kernels, monkeypatch):
     monkeypatch.setattr(ops, "has_kernels", lambda device: has_kernels)
     model.bind(load_weights(model.weights(), find_model(folder), 0, device))
     run = DenseRun(model, 64, 1, str(dtype).removeprefix("torch."), device)
-    attention = PrewrittenAttention if has_kernels else DenseAttention
+    if isinstance(run.backends[0], LatentBackend):
+        attention = TritonMLABackend if has_kernels else TorchMLABackend
+    else:
+        attention = PrewrittenAttention if has_kernels else DenseAttention
     run.backends = [attention(backend.spec, [model.attention_layers[0].spec]) for backend in run.backends]
     run.kv_caches = tuple(cache.new_zeros(run.backends[0].kv_cache_shape(1)) for cache in run.kv_caches)
     steps = [IDS[:9], *([token] for token in IDS[9:])]
@@ -38,7 +44,10 @@ def logits(folder, device, dtype, has_kernels, monkeypatch):
     return out
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "glm", "olmo2", "granite", "smollm3", "qwen3_moe", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model_type",
+    [*("phi3", "glm", "olmo2", "granite", "smollm3", "qwen3_moe", "gpt_neox"), "deepseek_v3", "deepseek_v2"],
+)
 def test_logits_are_those_of_transformers(tmp_path, device, monkeypatch, model_type):
     reference = theirs(tmp_path, model_type, **TYPES[model_type][0])
     ours = logits(tmp_path, device, torch.float32, True, monkeypatch)

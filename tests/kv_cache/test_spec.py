@@ -137,6 +137,12 @@ def test_a_window_takes_no_more_than_full_attention_and_the_same_while_it_hides_
     assert all(sliding(9).blocks_needed(n, 2) == full().blocks_needed(n, 2) for n in range(10))
 
 
+def test_bytes_of_a_token():
+    """Three layers of 64 bytes a token."""
+    assert mixed(8).token_bytes == 3 * 64
+    assert mixed(8).of_layers(["layers.2"]).token_bytes == 64
+
+
 def test_pages():
     assert full().page_size_bytes == sliding(7).page_size_bytes == 2 * 4 * 1 * 8 * 4
     assert msgspec.structs.replace(full(), num_kv_heads=3, dtype="bfloat16").page_size_bytes == 2 * 4 * 3 * 8 * 2
