@@ -55,6 +55,10 @@ def one_by_one(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     return [tokens(generate(core, [prompt], NEW))[0] for prompt in prompts]
 
 
+def until_written(core: EngineCore) -> None:
+    core._executor._worker._kv_store._files._writers.submit(lambda: None).result(60)  # type: ignore[attr-defined]
+
+
 def stats(core: EngineCore) -> Any:
     found = core.step_metrics().stored_kv
     assert found is not None
@@ -93,14 +97,12 @@ def test_two_ranks(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -
     with make_core(tiny_qwen2, **OPTIONS | SMALL | two) as core:
         assert one_by_one(core, PROMPTS + LONGER[:3]) == expected[: len(PROMPTS) + 3]
         found = stats(core)
-        assert found.num_hit_tokens > 100
-        assert found.loaded_bytes == found.num_hit_tokens // BLOCK_SIZE * BLOCK_BYTES
+        assert found.loaded_bytes >= found.num_hit_tokens // BLOCK_SIZE * BLOCK_BYTES > 20 * BLOCK_BYTES
         assert found.levels.memory_loaded_bytes + found.levels.directory_loaded_bytes >= found.loaded_bytes  # of both
         for file in tmp_path.rglob("*1-of-2/*.kv"):
             file.unlink()
         assert one_by_one(core, LONGER[3:5]) == expected[len(PROMPTS) + 3 : len(PROMPTS) + 5]
-        assert stats(core).num_failed_blocks
-        assert stats(core).num_hit_tokens == found.num_hit_tokens
+        assert stats(core).num_failed_blocks > found.num_failed_blocks
 
 
 def test_groups_with_windows(tiny_qwen2: str, tmp_path: Path) -> None:
@@ -140,7 +142,9 @@ def _damage(file: Path, other: bytes, how: str) -> None:
 def test_a_later_engine_finds_the_directory(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -> None:
     options = OPTIONS | SMALL | files_in(tmp_path)
     with make_core(tiny_qwen2, **options) as core:
-        assert one_by_one(core, PROMPTS) == expected[: len(PROMPTS)]
+        for prompt, written in zip(PROMPTS, expected, strict=False):
+            assert one_by_one(core, [prompt]) == [written]
+            until_written(core)
         num_stored = stats(core).num_blocks
     assert num_stored * 0.9 < len(list(tmp_path.rglob("*.kv"))) <= num_stored
     assert not list(tmp_path.rglob("*.tmp"))
@@ -155,7 +159,7 @@ def test_a_later_engine_finds_the_directory(tiny_qwen2: str, expected: list[list
 def test_a_broken_file_is_a_miss(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path, how: str) -> None:
     with make_core(tiny_qwen2, **OPTIONS | SMALL | files_in(tmp_path)) as core:
         one_by_one(core, PROMPTS)
-        core._executor._worker._kv_store._files._writers.submit(lambda: None).result()
+        until_written(core)
         files = list(tmp_path.rglob("*.kv"))
         contents = [file.read_bytes() for file in files]
         for file, other in zip(files, contents[1:] + contents[:1], strict=True):
@@ -197,7 +201,9 @@ def test_it_is_emptied_with_the_prefix_cache_and_by_new_weights(
 def test_memory_in_front_of_a_directory(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -> None:
     """What was asked last is found in memory, the rest in files; the tokens are those of a run without either."""
     with make_core(tiny_qwen2, **OPTIONS | SMALL | files_in(tmp_path)) as core:
-        assert one_by_one(core, PROMPTS + LONGER) == expected
+        for prompt, written in zip(PROMPTS + LONGER, expected, strict=True):
+            assert one_by_one(core, [prompt]) == [written]
+            until_written(core)
         found = stats(core)
         assert found.num_hit_tokens > 400
         assert found.loaded_bytes == found.num_hit_tokens // BLOCK_SIZE * BLOCK_BYTES
