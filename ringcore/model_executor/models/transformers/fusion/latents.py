@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.fusion.mlps import linears_of
@@ -33,57 +33,72 @@ def find_latent_attention(
     call = sample.of(path)
     linears = linears_of(sample, call)
     own_norms = [norms[one.name] for one in sample.within(path) if one.name in norms]
+
+    def rotaries(size: int) -> list[RotaryPlan]:
+        return [rotary for rotary in rotaries_of(call, sample.rotaries, size) if rotary is not None]
+
     plan = None
-    for plan in _plans(linears, own_norms, attention):
-        for rotary in rotaries_of(call, sample.rotaries, plan.sizes.qk_rope_head_dim):
-            if rotary is None:
-                continue
-            plan = plan.rotated_by(rotary)
-            ours = trial.parts().attention(path, plan, attention, trial.index_of(plan))
-            if trial.sublayer_agrees(ours, call, [trial.rotation(rotary, plan.sizes.qk_rope_head_dim)]):
-                return plan
+    for plan in _plans(linears, own_norms, attention, rotaries):
+        rotation = trial.rotation(plan.rotary, plan.sizes.qk_rope_head_dim)
+        if trial.sublayer_agrees(
+            trial.parts().attention(path, plan, attention, trial.index_of(plan)), call, [rotation]
+        ):
+            return plan
     if plan is None:
         return None
     raise NotRecognised(f"{path} computes its heads otherwise than by a normalised latent and a rotation")
 
 
-def _plans(linears: _Linears, norms: list[NormPlan], attention: AttentionCall) -> Iterator[LatentPlan]:
-    """By the sizes: which linear may be which, in the order in which they are called first; and which norm."""
+def _plans(
+    linears: _Linears,
+    norms: Sequence[NormPlan],
+    attention: AttentionCall,
+    rotaries: Callable[[int], Iterable[RotaryPlan]],
+) -> Iterator[LatentPlan]:
+    """By the sizes: which linear may be which, in the order in which they are called first; and which norm.
+
+    rotaries: by the numbers that are rotated."""
     *inner, out = linears
     is_plain = not (attention.sliding_window or attention.chunk_size or attention.softcap or attention.has_sinks)
     if len(inner) not in (3, 4) or attention.num_heads != attention.num_kv_heads or not is_plain:
         return
     for names in itertools.permutations(inner):
         *q_down, q, kv_down, kv_up = names
+        first = linears[q_down[0] if q_down else q]  # of the hidden rows, as kv_down
         sizes = _sizes(linears[kv_down], linears[kv_up], attention)
-        first = linears[q_down[0] if q_down else q]  # of the hidden rows
+        if sizes is None or not _are_queries(first, linears[q], attention):
+            continue
         has_bias = first.bias is not None
-        if sizes is None or linears[q].out_features != attention.num_heads * attention.head_size:
-            continue
-        if q_down and linears[q].in_features != first.out_features:
-            continue
         if has_bias != (linears[kv_down].bias is not None) or linears[kv_up].bias is not None:
             continue
-        for own_norms in itertools.permutations(norms):
-            widths = [first.out_features] * len(q_down) + [sizes.kv_lora_rank]
+        widths = [first.out_features] * len(q_down) + [sizes.kv_lora_rank]
+        forms = itertools.product(
+            itertools.permutations(norms), (1.0, attention.head_size**-0.5), rotaries(sizes.qk_rope_head_dim)
+        )
+        for own_norms, query_scale, rotary in forms:
             if [norm.size for norm in own_norms] != widths or any(norm.is_centred for norm in own_norms):
                 continue
-            for query_scale in (1.0, attention.head_size**-0.5):
-                yield LatentPlan(
-                    sizes,
-                    q=q,
-                    q_has_bias=linears[q].bias is not None,
-                    q_down=q_down[0] if q_down else None,
-                    q_norm=own_norms[0] if q_down else None,
-                    kv_down=kv_down,
-                    down_has_bias=has_bias,
-                    kv_norm=own_norms[-1],
-                    kv_up=kv_up,
-                    out=out,
-                    out_has_bias=linears[out].bias is not None,
-                    query_scale=query_scale,
-                    rotary=RotaryPlan(0, sizes.qk_rope_head_dim, True, 1),
-                )
+            yield LatentPlan(
+                sizes,
+                q=q,
+                q_has_bias=linears[q].bias is not None,
+                q_down=q_down[0] if q_down else None,
+                q_norm=own_norms[0] if q_down else None,
+                kv_down=kv_down,
+                down_has_bias=has_bias,
+                kv_norm=own_norms[-1],
+                kv_up=kv_up,
+                out=out,
+                out_has_bias=linears[out].bias is not None,
+                query_scale=query_scale,
+                rotary=rotary,
+            )
+
+
+def _are_queries(first: SampleLinear, last: SampleLinear, attention: AttentionCall) -> bool:
+    """Whether `last` may have the heads of queries, of the outputs of `first` or as `first` itself."""
+    has_heads = last.out_features == attention.num_heads * attention.head_size
+    return has_heads and (first is last or last.in_features == first.out_features)
 
 
 def _sizes(kv_down: SampleLinear, kv_up: SampleLinear, attention: AttentionCall) -> LatentSizes | None:

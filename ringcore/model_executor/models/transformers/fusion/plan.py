@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -117,9 +117,6 @@ class LatentPlan:
     def rotated_size(self, head_size: int) -> int:
         """See `AttentionPlan`."""
         return self.sizes.qk_rope_head_dim
-
-    def rotated_by(self, rotary: RotaryPlan) -> LatentPlan:
-        return replace(self, rotary=rotary)
 
 
 AnyAttentionPlan = AttentionPlan | LatentPlan
