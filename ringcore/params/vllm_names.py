@@ -183,7 +183,7 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
         "auto",
     ),
     **_all(
-        "quantization quantization_config allow_deprecated_quantization",
+        "quantization_config allow_deprecated_quantization",
         "the checkpoint says how it is quantized; leave it out",
         False,
     ),
