@@ -30,9 +30,11 @@ def pytest_configure(config):
     config.option.chaos_long = is_long
     # The same examples every time; what nobody has found is looked for in the long form.
     if not is_long and config.pluginmanager.hasplugin("hypothesispytest"):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        settings.register_profile("short", derandomize=True)
+        # How long an example takes says something of the machine alone.
+        slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+        settings.register_profile("short", derandomize=True, **slow)
         settings.load_profile("short")
 
 
