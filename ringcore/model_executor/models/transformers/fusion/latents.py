@@ -66,16 +66,14 @@ def _plans(
         *q_down, q, kv_down, kv_up = names
         first = linears[q_down[0] if q_down else q]  # of the hidden rows, as kv_down
         sizes = _sizes(linears[kv_down], linears[kv_up], attention)
-        if sizes is None or not _are_queries(first, linears[q], attention):
-            continue
-        has_bias = first.bias is not None
-        if has_bias != (linears[kv_down].bias is not None) or linears[kv_up].bias is not None:
+        biases = {first.bias is not None, linears[kv_down].bias is not None}
+        if sizes is None or len(biases) > 1 or linears[kv_up].bias is not None:
             continue
         widths = [first.out_features] * len(q_down) + [sizes.kv_lora_rank]
         forms = itertools.product(
             itertools.permutations(norms), (1.0, attention.head_size**-0.5), rotaries(sizes.qk_rope_head_dim)
         )
-        for own_norms, query_scale, rotary in forms:
+        for own_norms, query_scale, rotary in forms if _are_queries(first, linears[q], attention) else ():
             if [norm.size for norm in own_norms] != widths or any(norm.is_centred for norm in own_norms):
                 continue
             yield LatentPlan(
@@ -85,7 +83,7 @@ def _plans(
                 q_down=q_down[0] if q_down else None,
                 q_norm=own_norms[0] if q_down else None,
                 kv_down=kv_down,
-                down_has_bias=has_bias,
+                down_has_bias=biases == {True},
                 kv_norm=own_norms[-1],
                 kv_up=kv_up,
                 out=out,
