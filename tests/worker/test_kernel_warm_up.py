@@ -61,6 +61,41 @@ def test_every_kernel_of_a_step_is_found(tiny_llama, tmp_path, max_num_seqs):
     assert list(tmp_path.iterdir()) == [], "something was compiled"
 
 
+LATENTS_SCRIPT = """
+    import triton_for_sm90
+    from ringcore.attention.backends.triton_mla import TritonMLABackend
+    from ringcore.model_executor import ops
+    TritonMLABackend.refusal = classmethod(lambda cls, *args, **kwargs: None)
+
+    from ringcore import EngineConfig
+    from ringcore.distributed.parallel import SingleRank
+    from ringcore.worker.start_up.kernel_warm_up import FewLayers, intercept_steps
+    from ringcore.worker.platforms.cpu import CpuPlatform
+
+    config = EngineConfig.from_options(
+        model={model!r}, load_format="dummy", max_num_seqs=4, attention_backend="triton_mla"
+    ).on_device("cuda")
+    few = FewLayers.of(config, SingleRank(), "bfloat16")
+    ops.has_kernels = lambda device: True  # not before: layers are compared with the model's on the CPU
+    caught = intercept_steps(few, CpuPlatform(), SingleRank())
+    print(*sorted({{variant.kernel.__name__ for variant in caught}}))
+"""
+
+
+def test_every_kernel_of_latent_attention_is_found(tmp_path):
+    """Of decodes, and of prompts that are long enough to be expanded."""
+    sizes = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    few = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = {"model_type": "minicpm3", "architectures": ["MiniCPM3ForCausalLM"], "vocab_size": 200, **sizes, **few}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96, "max_position_embeddings": 512}))
+    names = run(LATENTS_SCRIPT.format(model=str(folder)), tmp_path / "cache").split()
+    assert {"_latent_attention_decode", "_latent_rows_kernel", "_rotate_heads_kernel", "_plan_decode"} <= set(names)
+    assert {"_paged_attention_prefill", "_kv_write_kernel"} <= set(names)
+    assert "_paged_attention_decode" not in names
+
+
 RANKS_SCRIPT = """
     import torch
     import triton_for_sm90
