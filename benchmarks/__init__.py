@@ -8,6 +8,7 @@ BENCHMARKS = {
     "startup": "benchmarks.startup:Startup",
     "footprint": "benchmarks.footprint:Footprint",
     "message_queue": "benchmarks.message_queue:MessageQueue",
+    "ray_executor": "benchmarks.ray_executor:RayExecutorCost",
     "scheduler": "benchmarks.scheduler:Scheduler",
     "prefix_cache": "benchmarks.prefix_cache:PrefixCache",
     "null_engine": "benchmarks.null_engine:NullEngine",

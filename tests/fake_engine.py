@@ -16,6 +16,7 @@ import numpy as np
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.executor.multiproc import MultiprocExecutor
+from ringcore.executor.ray_cluster.executor import RayExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from ringcore.params.structured_outputs import StructuredOutputsParams
@@ -387,3 +388,10 @@ def _byte_letter(byte: int) -> str:
     """The printable character that byte-level BPE writes for a byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return chr(byte) if byte in plain else chr(256 + [b for b in range(256) if b not in plain].index(byte))
+
+
+class FakeRay(RayExecutor):
+    """On hosts of a Ray cluster."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config, worker_factory="fake_engine:create_worker")

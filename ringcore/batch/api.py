@@ -16,6 +16,7 @@ from ringcore.batch.chart import check_can_draw, draw_png
 from ringcore.batch.figures import Figures
 from ringcore.batch.job_files import JobFiles
 from ringcore.batch.lines import Outcome
+from ringcore.batch.on_ray.engines import EnginesOnRay
 from ringcore.batch.options import BatchOptions
 from ringcore.batch.replica import Replica
 from ringcore.batch.runner import BatchRun
@@ -115,15 +116,10 @@ def run_job(
     if chart is not None:
         check_can_draw()
     shared = {"max_worker_restarts": _WORKER_RESTARTS} | dict(engine_options)
-    engines = options_of_engines(shared, options.data_parallel)
-    config = EngineConfig.from_options(**engines[0])
-    files = JobFiles(input, output, config, defaults=sampling, options=options, resumes=resume)
-
-    def make_replicas(figures: Figures, deliver: Callable[[Outcome], None]) -> list[Replica]:
-        return [Replica(one, options, figures, deliver) for one in engines]
-
+    engines = _EnginesHere(shared, options) if options.ray is None else EnginesOnRay(shared, options)
+    files = JobFiles(input, output, engines.config, defaults=sampling, options=options, resumes=resume)
     job = BatchRun(
-        files, make_replicas, status_path=None if status is None else os.fspath(status), shows_progress=shows_progress
+        files, engines.make, status_path=None if status is None else os.fspath(status), shows_progress=shows_progress
     )
     stopping = _Stopping(job, on_second_signal)
     with stopping.listening(signals):
@@ -133,6 +129,17 @@ def run_job(
             job.figures, chart, title=f"{files.output}: {job.status.num_done:,} of {job.status.num_requests:,} done"
         )
     return _summary(files, job, stopping.signal)
+
+
+class _EnginesHere:
+    """config: of each engine."""
+
+    def __init__(self, shared: Mapping[str, Any], options: BatchOptions) -> None:
+        self._engines, self._options = options_of_engines(shared, options.data_parallel), options
+        self.config = EngineConfig.from_options(**self._engines[0])
+
+    def make(self, figures: Figures, deliver: Callable[[Outcome], None]) -> list[Replica]:
+        return [Replica(one, self._options, figures, deliver) for one in self._engines]
 
 
 class _Stopping:

@@ -13,7 +13,7 @@ from ringcore.errors import RingcoreError
 from ringcore.host.log_histogram import LogHistogram
 from ringcore.params.outputs import RequestMetrics, RequestOutput
 
-__all__ = ["EngineFigures", "Figures", "RequestAbortedError", "Sample"]
+__all__ = ["EngineFigures", "Figures", "Finished", "RequestAbortedError", "Sample"]
 
 _MAX_SAMPLES = 2048
 _RATE_S = 30.0  # rates are of the last seconds
@@ -35,6 +35,14 @@ class EngineFigures(NamedTuple):
 
 
 _NONE = EngineFigures(0, 0, 0.0, 0, 0)
+
+
+class Finished(NamedTuple):
+    """A request that was answered. times: on its host's clock."""
+
+    prompt_tokens: int
+    output_tokens: int
+    times: RequestMetrics | None
 
 
 class Sample(NamedTuple):
@@ -66,14 +74,15 @@ class Figures:
         if any(one.finish_reason == "abort" for one in output.outputs):
             raise RequestAbortedError("the request was ended from outside before it had finished")
         if output.error is None:
-            self.add_request(output)
+            num_tokens = sum(len(one.token_ids) for one in output.outputs)
+            self.add(Finished(len(output.prompt_token_ids), num_tokens, output.metrics))
 
-    def add_request(self, output: RequestOutput) -> None:
+    def add(self, request: Finished) -> None:
         self.num_requests += 1
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.output_tokens += sum(len(one.token_ids) for one in output.outputs)
-        if output.metrics is not None:
-            self._add_times(output.metrics)
+        self.prompt_tokens += request.prompt_tokens
+        self.output_tokens += request.output_tokens
+        if request.times is not None:
+            self._add_times(request.times)
 
     def _add_times(self, times: RequestMetrics) -> None:
         if times.first_token_s is None or times.finished_s is None:

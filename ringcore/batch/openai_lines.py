@@ -32,6 +32,9 @@ class _Line(msgspec.Struct):
     body: dict[str, Any]
 
 
+_decoder = msgspec.json.Decoder(_Line)
+
+
 class _Id(msgspec.Struct):
     custom_id: str
 
@@ -42,11 +45,10 @@ class OpenAiLines:
 
     def __init__(self, job_hash: str, job_seed: int, url: str | None = None) -> None:
         self._job, self._seed, self._url = job_hash[:16], job_seed, url
-        self._decoder = msgspec.json.Decoder(_Line)
 
     def prefix(self, text: bytes) -> bytes:
         try:
-            body = self._decoder.decode(text).body
+            body = _decoder.decode(text).body
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return b""
         parts = [body.get("cache_salt"), body.get("tools"), body.get("messages", body.get("prompt"))]
@@ -70,7 +72,7 @@ class OpenAiLines:
         if line.text is None:
             raise LineError("line_too_long", f"line {line.number}: it is too long; raise max_line_bytes")
         try:
-            return self._decoder.decode(line.text)
+            return _decoder.decode(line.text)
         except msgspec.ValidationError as error:
             raise LineError("invalid_line", f"line {line.number}: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

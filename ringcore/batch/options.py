@@ -34,6 +34,9 @@ class BatchOptions:
     order: str = _option("completion", "the order of the results: completion, or input")
     journal: str | None = _option(None, "the journal's path; default: the output's with .journal at its end")
     data_parallel: int = _option(1, "engines that are fed from one queue, each on devices of its own")
+    ray: str | None = _option(
+        None, "run the engines on the nodes of this Ray cluster: HOST:PORT of its head, or auto for this host's"
+    )
     max_in_flight: int | None = _option(
         None, "requests that an engine has at once; default: twice its max_num_seqs, so that it never waits for one"
     )
@@ -55,6 +58,8 @@ class BatchOptions:
             raise _bad("sync_interval_s", seconds, "give seconds, from 0 (after each result) to 3600")
         if math.isnan(seconds):
             raise _bad("sync_interval_s", seconds, "give a number")
+        if self.ray is not None and (not isinstance(self.ray, str) or not self.ray or "://" in self.ray):
+            raise _bad("ray", self.ray, "give HOST:PORT of the cluster's head, or auto")
         for name in self.served_model_names:
             if not isinstance(name, str) or not name:
                 raise _bad("served_model_names", name, "give names that are not empty")

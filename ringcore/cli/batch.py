@@ -57,6 +57,7 @@ def batch(
       ringcore batch requests.jsonl results.jsonl --model path/to/model
       ringcore batch requests.jsonl results.jsonl --model path/to/model --resume
       ringcore batch requests.jsonl results.jsonl --model path/to/model --status status.json --chart chart.png
+      ringcore batch requests.jsonl results.jsonl --model path/to/model --ray auto --data-parallel 4
     """
     from ringcore.batch.api import run_job
 
@@ -67,6 +68,8 @@ def batch(
             reasoning_parser=none_or(reasoning_parser),
             **given(options, batch_options()),
         )
+        if job.ray is not None:
+            sys.stdout = sys.stderr  # where Ray's driver tells of lost nodes
         summary = run_job(
             input,
             output,

@@ -31,6 +31,7 @@ __all__ = [
     "ServerKeys",
     "check_endpoint",
     "create_keys",
+    "new_keys",
     "public_key_of",
     "read_client_keys",
     "read_key",
@@ -127,6 +128,14 @@ def public_key_of(secret: bytes) -> bytes:
     import zmq
 
     return zmq.curve_public(secret)
+
+
+def new_keys(client: str) -> tuple[ServerKeys, ClientKeys]:
+    """Keys for one engine and one client of this name, in memory alone."""
+    import zmq
+
+    (server, server_secret), (public, secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    return ServerKeys(server_secret, {public: KnownClient(client, frozenset(), "")}), ClientKeys(server, public, secret)
 
 
 class _Directory:

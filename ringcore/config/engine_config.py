@@ -16,8 +16,9 @@ import msgspec
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.model_files import find_tokenizer
-from ringcore.config.option_checks import bad_value, check_together, check_values
+from ringcore.config.option_checks import check_together, check_values
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ringcore.config.value_checks import bad_value
 from ringcore.families import FAMILIES
 from ringcore.host.file_names import as_file_name
 from ringcore.params.logits_processor import load_logits_processor, logits_processor_name

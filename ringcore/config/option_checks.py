@@ -10,6 +10,7 @@ from typing import Any
 from ringcore.checkpoint import ModelSpec
 from ringcore.checkpoint.quantization.shares import refused_shares
 from ringcore.config.admin_keys import check_endpoint, read_server_keys
+from ringcore.config.host_checks import check_hosts
 from ringcore.config.options import (
     ATTENTION_BACKENDS,
     DEVICE_MEMORY,
@@ -27,11 +28,9 @@ from ringcore.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
-from ringcore.config.rank_layout import LOCALHOST
-from ringcore.errors import ConfigError
-from ringcore.params.field_checks import MAX_TIMEOUT_S, is_timeout
+from ringcore.config.value_checks import bad_value, check_count, check_seconds
 
-__all__ = ["bad_value", "check_together", "check_values"]
+__all__ = ["check_together", "check_values"]
 
 MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -47,10 +46,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 _COUNTS = ("block_size", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_tokenizer_queue")
-
-
-def bad_value(option: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError(f"{option}={value!r}: {remedy}", option=option, value=repr(value))
 
 
 def check_values(options: Mapping[str, Any]) -> None:
@@ -70,10 +65,10 @@ def check_values(options: Mapping[str, Any]) -> None:
         )
     _check_counts(options)
     for name in ("stall_warning_s", "structured_outputs_timeout_s", "tokenizer_timeout_s"):
-        _check_seconds(name, options[name])
+        check_seconds(name, options[name])
     for name in ("step_timeout_s", "engine_timeout_s"):
         if options[name] is not None:
-            _check_seconds(name, options[name])
+            check_seconds(name, options[name])
     for name in (
         "allow_callables",
         "local_admin",
@@ -90,13 +85,13 @@ def check_values(options: Mapping[str, Any]) -> None:
     _check_sleep(options["enable_sleep_mode"], options["sleep_directory"], options["device_memory"])
     _check_host_kv_cache(options)
     _check_admin(options["admin_endpoint"], options["admin_keys"])
-    _check_hosts(options["hosts"], options["join_endpoint"], options["join_keys"])
+    check_hosts(options)
     _check_installed("structured_outputs_backend", options["structured_outputs_backend"])
 
 
 def _check_counts(options: Mapping[str, Any]) -> None:
     for name in _COUNTS:
-        _check_count(name, options[name], 1)
+        check_count(name, options[name], 1)
     for name in (
         "kv_cache_bytes",
         "host_kv_cache_bytes",
@@ -105,19 +100,19 @@ def _check_counts(options: Mapping[str, Any]) -> None:
         "long_prefill_token_threshold",
     ):
         if options[name] is not None:
-            _check_count(name, options[name], 1)
+            check_count(name, options[name], 1)
     if options["max_model_len"] not in (None, "auto"):
-        _check_count("max_model_len", options["max_model_len"], 1, or_else="'auto'")
+        check_count("max_model_len", options["max_model_len"], 1, or_else="'auto'")
     if options["num_blocks_override"] is not None:
-        _check_count("num_blocks_override", options["num_blocks_override"], 2)
+        check_count("num_blocks_override", options["num_blocks_override"], 2)
     if options["steps_in_flight"] not in (1, 2):
         raise bad_value("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
     for name in ("max_worker_restarts", "max_skip_ahead"):
-        _check_count(name, options[name], 0)
+        check_count(name, options[name], 0)
     if options["max_logprobs"] != -1 or isinstance(options["max_logprobs"], bool):
-        _check_count("max_logprobs", options["max_logprobs"], 0, 2**31 - 1, or_else="-1 for no bound")
+        check_count("max_logprobs", options["max_logprobs"], 0, 2**31 - 1, or_else="-1 for no bound")
     for name in ("call_ring_bytes", "reply_ring_bytes"):
-        _check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
+        check_count(name, options[name], MIN_RING_BYTES, MAX_RING_BYTES)
 
 
 def _check_installed(option: str, library: str) -> None:
@@ -146,7 +141,7 @@ def _check_host_kv_cache(options: Mapping[str, Any]) -> None:
         raise bad_value(
             "host_kv_cache_bytes", num_bytes, "it is for blocks of the prefix cache; give enable_prefix_caching=True"
         )
-    _check_seconds("host_kv_cache_dir_timeout_s", options["host_kv_cache_dir_timeout_s"])
+    check_seconds("host_kv_cache_dir_timeout_s", options["host_kv_cache_dir_timeout_s"])
     if directory is None:
         if (limit := options["host_kv_cache_dir_bytes"]) is not None:
             raise bad_value(
@@ -173,36 +168,10 @@ def _check_admin(endpoint: object, keys: Any) -> None:
     read_server_keys(keys)
 
 
-def _check_hosts(hosts: Any, endpoint: Any, keys: Any) -> None:
-    """Other hosts need a place to join, and keys, which only they have a use for."""
-    if hosts is not None and not (isinstance(hosts, list | tuple) and all(isinstance(h, str) and h for h in hosts)):
-        raise bad_value("hosts", hosts, "give a list of names, one for each rank")
-    if not set(hosts or ()) - {LOCALHOST}:
-        for name, value in (("join_endpoint", endpoint), ("join_keys", keys)):
-            if value is not None:
-                raise bad_value(name, value, "it is for other hosts; give hosts with them too, or leave this out")
-        return
-    if endpoint is None or keys is None:
-        name = "join_keys" if endpoint is not None else "join_endpoint"
-        raise bad_value("hosts", hosts, f"give {name} too, so that the other hosts can join")
-    check_endpoint("join_endpoint", endpoint, to_listen=True)
-    if endpoint.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")):
-        raise bad_value("join_endpoint", endpoint, "give the address of this host that the others reach")
-    if not isinstance(keys, str | os.PathLike) or not os.fspath(keys):
-        raise bad_value("join_keys", keys, "give a directory made by 'ringcore keys DIR'")
-    read_server_keys(keys, "join_keys")
-
-
-def _check_count(name: str, value: object, low: int, high: int | None = None, or_else: str | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise bad_value(name, value, f"give an integer of at least {low}" + (f", or {or_else}" if or_else else ""))
-    if high is not None and value > high:
-        raise bad_value(name, value, f"give an integer of at most {high}")
-
-
-def _check_seconds(name: str, value: object) -> None:
-    if not is_timeout(value) or not value:
-        raise bad_value(name, value, f"give a positive number of seconds, at most {MAX_TIMEOUT_S:.0f}")
+def _check_no_ray(options: Mapping[str, Any]) -> None:
+    for name in ("ray_address", "ray_resources", "ray_runtime_env"):
+        if options[name] is not None:
+            raise bad_value(name, options[name], "it is for executor='ray'; give that too, or leave this out")
 
 
 def check_together(

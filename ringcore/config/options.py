@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ringcore.checkpoint import AnySpec, ModelFiles
-from ringcore.config.rank_layout import LOCALHOST, RankLayout
+from ringcore.config.rank_layout import LOCALHOST, UNPLACED, RankLayout
 
 __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
@@ -16,7 +16,7 @@ QUANTIZATIONS = ("fp8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-EXECUTORS = ("multiproc", "uniproc")
+EXECUTORS = ("multiproc", "uniproc", "ray")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch_sdpa", "triton_mla", "torch_mla")
 DEVICE_MEMORY = ("auto", "arena", "plain")
 LARGE_MESSAGES = ("memfd", "zmq")
@@ -136,7 +136,7 @@ class SchedulerConfig:
 class ParallelConfig:
     tensor_parallel_size: int = _option(1, "workers that share each layer")
     pipeline_parallel_size: int = _option(1, "stages of successive layers, each on tensor_parallel_size workers")
-    executor: str = _option("multiproc", "multiproc, uniproc, or an Executor class (or its 'module:Class')")
+    executor: str = _option("multiproc", "multiproc, uniproc, ray, or an Executor class (or its 'module:Class')")
     worker_extension: str | None = _option(None, "'module.Class' mixed into the worker; its @rpc methods can be called")
     allow_callables: bool = _option(False, "let collective_rpc take Python functions from the client (by cloudpickle)")
     max_worker_restarts: int = _option(0, "how often workers that died are replaced, and their requests computed again")
@@ -155,6 +155,14 @@ class ParallelConfig:
     )
     join_endpoint: str | None = _option(None, "tcp://HOST:PORT of this host where the others of hosts join")
     join_keys: str | None = _option(None, "the directory with the keys of join_endpoint, by 'ringcore keys DIR'")
+    ray_address: str | None = _option(
+        None, "HOST:PORT of the Ray cluster of executor='ray'; None means RAY_ADDRESS, or the cluster of this host"
+    )
+    ray_resources: dict[str, float] | None = _option(
+        None, 'what Ray reserves for each rank, as {"GPU": 1, "CPU": 4}; None means one GPU, or one CPU'
+    )
+    ray_runtime_env: dict[str, Any] | None = _option(None, "Ray's runtime environment of the workers' hosts")
+    ray_timeout_s: float = _option(600.0, "how long Ray may take to find hosts and to start agents there")
     local_admin: bool = _option(True, "let this user's processes on this host call the engine: ringcore ps, rpc, top")
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")
@@ -167,7 +175,8 @@ class ParallelConfig:
         if self.ranks is not None:
             return self.ranks
         num_stages = self.pipeline_parallel_size
-        hosts = self.hosts or [LOCALHOST] * (self.tensor_parallel_size * num_stages)
+        here = UNPLACED if self.executor == "ray" else LOCALHOST
+        hosts = self.hosts or [here] * (self.tensor_parallel_size * num_stages)
         return RankLayout.on_hosts(hosts, num_stages)
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ringcore.errors import ConfigError
 
-__all__ = ["LOCALHOST", "RankLayout"]
+__all__ = ["LOCALHOST", "UNPLACED", "RankLayout"]
 
 LOCALHOST = "localhost"  # the host of the engine process
+UNPLACED = "unplaced"  # of ranks whose hosts the executor finds when it starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ __all__ = ["executor_class"]
 _EXECUTORS = {
     "multiproc": "ringcore.executor.multiproc:MultiprocExecutor",
     "uniproc": "ringcore.executor.uniproc:UniProcExecutor",
+    "ray": "ringcore.executor.ray_cluster.executor:RayExecutor",
 }
 
 

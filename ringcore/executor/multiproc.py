@@ -58,16 +58,16 @@ class MultiprocExecutor(Executor):
     others, except `shutdown`, which ends that wait, and `health`, `oldest_step_s` and `diagnose`, which take no lock.
     """
 
+    host_starter = staticmethod(host_starter)  # what finds the hosts of the ranks
+
     def __init__(self, config: EngineConfig, *, worker_factory: str = DEFAULT_FACTORY) -> None:
         """`worker_factory` is "module:function", called in each worker's process as (config, rank, rendezvous)."""
         super().__init__(config)
         self._factory = worker_factory
         self._owner = OwnerProcess("the engine")
-        layout = config.parallel.layout
-        self._num_ranks = layout.world_size
-        self._table = CallTable(self._num_ranks, layout.output_rank)
-        self._lock = threading.RLock()
-        self._is_shut = False
+        self._num_ranks = config.parallel.layout.world_size
+        self._table = CallTable(self._num_ranks, config.parallel.layout.output_rank)
+        self._lock, self._is_shut = threading.RLock(), False
         self._hosts: HostStarter | None = None
         self._group: WorkerGroup | None = None
         self._dead: RingcoreError | None = EngineDeadError("the workers were not started; call start()")
@@ -99,7 +99,7 @@ class MultiprocExecutor(Executor):
         phases: dict[str, float] = {}
         started = time.monotonic()
         if self._hosts is None:
-            self._hosts = host_starter(self.config, self._factory)
+            self._hosts = self.host_starter(self.config, self._factory)
             self._close_hosts = weakref.finalize(self, self._hosts.close)
         group = self._group = WorkerGroup(self._hosts.start())
         self._close_group = weakref.finalize(self, group.close)

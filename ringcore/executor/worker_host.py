@@ -46,12 +46,14 @@ GOMP_SPINCOUNT = "20000"
 
 class HostStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a host needs to start its workers. host: its name in `config.parallel.layout`. rendezvous: "tcp://HOST:PORT"
-    where rank 0 listens; None if all ranks are on one host, where they meet in a memfd."""
+    where rank 0 listens; None if all ranks are on one host, where they meet in a memfd. environment: variables of the
+    workers, besides those of the process that starts them."""
 
     config: EngineConfig
     host: str
     factory: str
     rendezvous: str | None = None
+    environment: dict[str, str] = {}
 
     @property
     def ranks(self) -> list[int]:
@@ -177,7 +179,8 @@ def _environment(start: HostStart, num_workers: int) -> dict[str, str]:
     ids = start.config.device.device_ids
     own = None if ids is None else [ids[rank] for rank in start.ranks]
     is_one_host = start.rendezvous is None
-    return worker_environment(os.environ, usable_cores(), num_workers, own, is_one_host=is_one_host)
+    given = os.environ | start.environment
+    return start.environment | worker_environment(given, usable_cores(), num_workers, own, is_one_host=is_one_host)
 
 
 def usable_cores() -> int:

@@ -12,6 +12,13 @@ class Paced(FakeExecutor):
         super().__init__(config, cost=StepCost(base_s=0.002))
 
 
+class Unhurried(FakeExecutor):
+    """A step takes 20 ms."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config, cost=StepCost(base_s=0.02))
+
+
 class Slow(FakeExecutor):
     """A step takes 5 s."""
 

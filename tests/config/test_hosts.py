@@ -58,3 +58,38 @@ def test_the_host_of_each_rank(folder, keys):
 def test_what_does_not_go_together(folder, keys, options, text):
     with pytest.raises(ConfigError, match=text):
         make(folder, **{"join_keys": keys} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"hosts": ["b", "c"]}, r"^hosts=.*Ray finds hosts and GPUs; leave it out"),
+        ({"join_keys": "/keys"}, r"^join_keys=.*leave it out"),
+        ({"device_ids": [0, 1], "device": "cuda"}, r"^device_ids=.*leave it out"),
+        ({"join_endpoint": "tcp://*:5700"}, r"^join_endpoint=.*the address of this host that the others reach"),
+        ({"ray_address": "ray://head:10001"}, r"^ray_address=.*give HOST:PORT of the cluster's head"),
+        ({"ray_resources": {"GPU": 2}}, r"^ray_resources=.*of GPUs one"),
+        ({"ray_resources": {"CPU": 0}}, r"^ray_resources=.*amounts above 0"),
+        ({"ray_runtime_env": "pip"}, r"^ray_runtime_env=.*give a dict"),
+        ({"ray_timeout_s": 0}, r"^ray_timeout_s=0: give a positive number of seconds"),
+        ({"executor": "multiproc", "ray_address": "head:6379"}, r"^ray_address=.*it is for executor='ray'"),
+    ],
+)
+def test_what_does_not_go_together_with_ray(folder, monkeypatch, options, text):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=text):
+        make_with_ray(folder, **options)
+
+
+def make_with_ray(folder, **options):
+    options = {"executor": "ray", "tensor_parallel_size": 2} | options
+    return EngineConfig.from_options(model=folder, load_format="dummy", **options)
+
+
+def test_ray_finds_the_hosts_when_it_starts(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    parallel = make_with_ray(folder, ray_resources={"GPU": 1, "CPU": 2}, join_endpoint=ENDPOINT).parallel
+    assert (parallel.layout.world_size, set(parallel.layout.hosts)) == (2, {"unplaced"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else name)
+    with pytest.raises(ConfigError, match=r"^executor='ray': Ray is not installed; run pip install 'ringcore\[ray\]'"):
+        make_with_ray(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from engine import generate, make_core, tokens
 from far_agent import Agent
@@ -11,6 +13,7 @@ from ringcore import SamplingParams
 from ringcore.config.admin_keys import create_keys
 from ringcore.executor.far.several_hosts import free_port
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[3 + (7 * i + j * j) % 300 for j in range(n)] for i, n in enumerate([1, 17, 40])]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -86,6 +89,26 @@ def lose_in_fifth_step(core, agents) -> None:
         return step()
 
     core.step = step_or_lose
+
+
+def test_ranks_that_ray_places(tiny_qwen2, expected, is_long):
+    """A rank a node; also after one of the nodes was lost."""
+    if not is_long:
+        pytest.skip("a Ray cluster, and four processes that import torch: part of the long form")
+    pytest.importorskip("ray")
+    from ray_nodes import RayNodes
+
+    nodes = RayNodes(2, [ROOT])
+    options = OPTIONS | {"executor": "ray", "ray_address": nodes.address, "ray_resources": {"slot": 1}, "device": "cpu"}
+    try:
+        with make_core(tiny_qwen2, tensor_parallel_size=2, dtype="float32", **options) as core:
+            _, lost = (name.split(" on ")[1] for name in core.ready.pids if " on " in name)
+            assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+            nodes.kill(lost)
+            assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+            assert (core.num_restarts, core.health().state) == (1, "ready")
+    finally:
+        nodes.close()
 
 
 @pytest.mark.real_model

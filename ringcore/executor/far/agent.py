@@ -35,7 +35,7 @@ from ringcore.executor.far.frames import (
     installed_version,
 )
 from ringcore.executor.far.host import CALLS, CONTROL
-from ringcore.executor.far.several_hosts import free_port
+from ringcore.executor.far.several_hosts import held_port
 from ringcore.executor.message_queue import Message, MessageReader, MessageWriter
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
@@ -61,7 +61,9 @@ def serve_engine(endpoint: str, keys: ClientKeys, host: str, patience_s: float) 
     has_served = is_known = False  # the engine has dismissed this host's workers; its key is right
     connected_s = time.monotonic()
     while True:
-        session = _Session(JoiningEnd(endpoint, keys, Join(host, installed_version(), free_port(""))))
+        held = held_port("")
+        join = Join(host, installed_version(), held.getsockname()[1])
+        session = _Session(JoiningEnd(endpoint, keys, join))
         try:
             session.run()
             has_served, is_known, connected_s = True, True, time.monotonic()
@@ -80,6 +82,7 @@ def serve_engine(endpoint: str, keys: ClientKeys, host: str, patience_s: float) 
             time.sleep(_RETRY_S)
         finally:
             session.close()
+            held.close()
 
 
 class _Lost(Exception):

@@ -18,7 +18,7 @@ from ringcore.executor.far.frames import NOTE, Join, Refuse, unpack_head, unpack
 from ringcore.executor.far.link import Link
 from ringcore.executor.far.port import NEVER_MS, Port
 from ringcore.executor.ring_memory import RingCorruptError
-from ringcore.executor.waiting import DeadlinePassed, PeerDied, Waiter, signal_event
+from ringcore.executor.waiting import PeerDied, Waiter, signal_event
 
 __all__ = ["HostListener", "JoiningEnd"]
 
@@ -66,27 +66,23 @@ class HostListener:
     def wait_for(self, hosts: Sequence[str], deadline: float) -> dict[str, Link]:
         """The link to each of these hosts, once all have joined; the caller closes them.
 
-        Raises `EngineDeadError` after the deadline, and after `interrupt`.
+        Raises `DeadlinePassed`, and `EngineDeadError` after `interrupt`.
         """
         self._port.pump()
 
         def all_are_here() -> bool:
             self._port.pump()
-            return all(name in self._waiting and self._waiting[name].why is None for name in hosts)
+            return all(map(self.is_waiting, hosts))
 
         try:
             Waiter([self._joined_fd], [self.closing_fd], sources=self._port.sources).wait(all_are_here, deadline)
-        except DeadlinePassed:
-            missing = [name for name in hosts if name not in self._waiting]
-            raise EngineDeadError(
-                f"the hosts {', '.join(missing)} have not joined at {self.address}; run 'ringcore worker --join "
-                "tcp://HOST:PORT --keys DIR' there",
-                process="workers",
-                hosts=missing,
-            ) from None
         except PeerDied:
             raise EngineDeadError("the workers were shut down", process="workers") from None
         return {name: self._waiting.pop(name) for name in hosts}
+
+    def is_waiting(self, host: str) -> bool:
+        """Whether it has joined, and neither been taken by `wait_for` nor left."""
+        return host in self._waiting and self._waiting[host].why is None
 
     def interrupt(self) -> None:
         """Ends `wait_for` in another thread."""
@@ -114,7 +110,9 @@ class HostListener:
             self._strange.add(f"kind {kind} before a host has joined")
             return
         link = Link(self._port, f"{note.host!r} ({frame.get('Peer-Address')})", [identity])
-        reason = self._check(note) or self._is_known(note.host)
+        reason = self._check(note)
+        if reason is None and self.is_waiting(note.host):
+            reason = f"a host of the name {note.host!r} has joined already"
         if reason is not None:
             link.note(Refuse(reason))
             link.close()
@@ -124,10 +122,6 @@ class HostListener:
         self._links[identity] = self._waiting[note.host] = link
         self.joined[note.host] = Joined(note, str(frame.get("Peer-Address")))
         signal_event(self._joined_fd)
-
-    def _is_known(self, host: str) -> str | None:
-        waiting = self._waiting.get(host)
-        return f"a host of the name {host!r} has joined already" if waiting and waiting.why is None else None
 
     def _on_event(self, event: int, value: int) -> Callable[[], None] | None:
         link = self._link_of_fd.pop(value, None)
