@@ -91,20 +91,22 @@ def lose_in_fifth_step(core, agents) -> None:
     core.step = step_or_lose
 
 
-def test_ranks_that_ray_places(tiny_qwen2, expected, is_long):
-    """A rank a node; also after one of the nodes was lost."""
+def test_ranks_and_stages_that_ray_places(tiny_qwen2, expected, is_long):
+    """Each stage on a node of its own; also after one of the nodes was lost."""
     if not is_long:
-        pytest.skip("a Ray cluster, and four processes that import torch: part of the long form")
+        pytest.skip("a Ray cluster, and eight processes that import torch: part of the long form")
     pytest.importorskip("ray")
     from ray_nodes import RayNodes
 
     nodes = RayNodes(2, [ROOT])
-    options = OPTIONS | {"executor": "ray", "ray_address": nodes.address, "ray_resources": {"slot": 1}, "device": "cpu"}
+    options = OPTIONS | {"executor": "ray", "ray_address": nodes.address, "ray_resources": {"CPU": 1}, "device": "cpu"}
+    options |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "dtype": "float32"}
     try:
-        with make_core(tiny_qwen2, tensor_parallel_size=2, dtype="float32", **options) as core:
-            _, lost = (name.split(" on ")[1] for name in core.ready.pids if " on " in name)
+        with make_core(tiny_qwen2, **options) as core:
+            hosts = [name.split(" on ")[1] for name in core.ready.pids if " on " in name]
+            assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
             assert tokens(generate(core, PROMPTS, GREEDY)) == expected
-            nodes.kill(lost)
+            nodes.kill(hosts[2])
             assert tokens(generate(core, PROMPTS, GREEDY)) == expected
             assert (core.num_restarts, core.health().state) == (1, "ready")
     finally:
