@@ -21,8 +21,8 @@ QUICK_DEATHS = {
 
 
 class RayNodes:
-    """A head with one "here", and `num_nodes` with two CPUs, two GPUs (which Ray believes) and one "slot" each, that
-    import from `folders`.
+    """A head with one "here", and `num_nodes` that import from `folders` and have two CPUs, two GPUs (which Ray
+    believes), one "slot" and one "spare" each.
 
     address: of the cluster. nodes: Ray's objects of the other nodes, by id.
     """
@@ -48,7 +48,7 @@ class RayNodes:
     def add(self) -> None:
         with self._importing():
             node = self._cluster.add_node(
-                num_cpus=2, num_gpus=2, resources={"slot": 1}, object_store_memory=STORE_BYTES
+                num_cpus=2, num_gpus=2, resources={"slot": 1, "spare": 1}, object_store_memory=STORE_BYTES
             )
         self.nodes[node.node_id] = node
 

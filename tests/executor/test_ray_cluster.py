@@ -62,7 +62,7 @@ def hosts_of(pids: dict[str, int]) -> list[str]:
 def test_a_service_goes_on_when_a_node_is_killed(nodes, tmp_path):
     """Requests in flight are computed again, with the same tokens."""
     folder = make_model_folder(tmp_path)
-    options = MODEL | {"executor": FakeRay, "tensor_parallel_size": 4}
+    options = MODEL | {"executor": FakeRay, "tensor_parallel_size": 2, "ray_resources": {"slot": 1}}
     options |= {"ray_address": nodes.address, "max_worker_restarts": 3, "ray_timeout_s": START_S}
     prompts = [[1, SLOW, n] for n in range(3)]
 
@@ -70,13 +70,13 @@ def test_a_service_goes_on_when_a_node_is_killed(nodes, tmp_path):
         async with AsyncEngine(folder, **options) as engine:
             await generated(engine, prompts[0], 4)
             asked = [asyncio.create_task(generated(engine, prompt, 30)) for prompt in prompts]
-            first, second, third, fourth = hosts_of(engine.ready.pids)
-            assert first == second != third == fourth
-            nodes.kill(fourth)  # Ray wants the main thread for it
+            first, second = hosts_of(engine.ready.pids)
+            assert first != second
+            nodes.kill(second)  # Ray wants the main thread for it
             for prompt, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
                 assert answer == expected(prompt, 30)
             health = await engine.health()
-            assert fourth in health.restart_cause
+            assert second in health.restart_cause
             assert (health.state, health.num_restarts) == ("ready", 1)
 
     asyncio.run(scenario())
@@ -136,7 +136,7 @@ def eventually(holds, process) -> None:
 def executor(nodes, is_long):
     if not is_long:
         pytest.skip("every start costs seconds: part of the long form")
-    made = make(nodes, 1, ray_resources={"slot": 1})  # CPUs and GPUs are for the other tests
+    made = make(nodes, 1, ray_resources={"spare": 1})  # the other tests need all else
     made.start()
     yield made
     made.shutdown()
