@@ -43,7 +43,8 @@ class LatentHeads(WeightedLayer):
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         own = {weight.name: tensors.pop(weight.name) for weight in self.weights()}
-        for matrix in own.values():  # one; none in the sample pass of a fusion, which expands heads alone
+        assert len(own) <= 1, "a dense matrix"
+        for matrix in own.values():  # none in the sample pass of a fusion, which expands heads alone
             self._matrix = matrix.view(-1, self.qk_nope_head_dim + self.v_head_dim, matrix.shape[1])
         self._product = self._matrices.bind(own, updatable=True)
 
