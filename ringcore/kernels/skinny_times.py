@@ -13,6 +13,7 @@ measured, on average (so do linears left out of the fit), and 1.21 times at most
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringcore.kernels.skinny_tiles import DotConfig
@@ -64,13 +65,13 @@ _TILES = (
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 
-def fastest_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
+def fastest_dot(num_weights: int, num_inputs: int, num_rows: int, all_splits: Sequence[int] = _SPLITS) -> DotConfig:
     """By `H200`, of a weight of num_weights rows. Weights are prefetched where all programs run at once: when a
     later wave starts, the kernel before has long ended."""
     candidates = [
         _with_splits(tile, splits, num_weights)
         for tile in _TILES
-        for splits in _SPLITS
+        for splits in all_splits
         if splits == 1 or 2 * splits * tile.block_inputs <= num_inputs
     ]
     return min(candidates, key=lambda config: H200.seconds(config, num_weights, num_inputs, num_rows))

@@ -1,0 +1,104 @@
+"""What the experts of a mixture compute, as data, and in plain torch: the reference of `experts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Activate", "ExpertGate", "ExpertMatrices", "Routing", "experts_reference"]
+
+# [n, num_weights], the product of the first matrix -> [n, intermediate_size]; each row by itself.
+Activate = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGate:
+    """(up + offset) * activation(gate), gate at most `limit`, up between -limit and limit.
+
+    The activation is gate * sigmoid(alpha * gate), silu with alpha 1, or the tanh form of gelu. The limits and offset
+    are those of gpt-oss: OpenAI, "gpt-oss-120b & gpt-oss-20b model card", arXiv 2508.10925.
+    """
+
+    is_gelu: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    is_interleaved: bool = False  # gate, up, gate, up, ...; else all of gate, then all of up
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, 2 * size] -> [n, size]."""
+        gate, up = (rows[..., ::2], rows[..., 1::2]) if self.is_interleaved else rows.chunk(2, -1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self.is_gelu:
+            activated = torch.nn.functional.gelu(gate, approximate="tanh")
+        elif self.alpha == 1.0:
+            activated = torch.nn.functional.silu(gate)
+        else:
+            activated = gate * torch.sigmoid(gate * self.alpha)
+        return activated * (up + self.offset if self.offset else up)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """The two matrices of each expert of a layer that a rank has, contiguous. Experts `first` to `first` + len(up) of
+    the layer, whole, or a share of the intermediate size of each."""
+
+    up: torch.Tensor  # [num_experts, num_weights, hidden_size]; with a gate, num_weights is twice the intermediate size
+    down: torch.Tensor  # [num_experts, hidden_size, intermediate_size]
+    up_bias: torch.Tensor | None = None  # [num_experts, num_weights]
+    down_bias: torch.Tensor | None = None  # [num_experts, hidden_size]
+    is_transposed: bool = False  # up and down are [num_experts, inputs, outputs]
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.up)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What the router chose: pair t * k + i is token t with its i-th expert. An index that is no expert of
+    `ExpertMatrices` adds nothing to its token: another rank has it."""
+
+    experts: torch.Tensor  # [num_tokens, k], int32 or int64
+    weights: torch.Tensor  # [num_tokens, k], any float dtype
+
+    @property
+    def k(self) -> int:
+        return self.experts.shape[1]
+
+
+def experts_reference(
+    x: torch.Tensor,
+    routing: Routing,
+    matrices: ExpertMatrices,
+    activate: Activate,
+    normalise: Activate | None = None,
+) -> torch.Tensor:
+    """x: [n, hidden_size] -> [n, hidden_size] float32, the weighted sum over the experts of each token.
+
+    Pair by pair, in float32, with the matrices of each gathered. normalise: of an expert's output, before its weight.
+    """
+    local = routing.experts.reshape(-1).long() - matrices.first
+    is_here = (local >= 0) & (local < len(matrices))
+    local = local.clamp(0, len(matrices) - 1)
+    rows = _products(x.float().repeat_interleave(routing.k, 0), matrices.up, matrices.up_bias, matrices, local)
+    rows = _products(activate(rows), matrices.down, matrices.down_bias, matrices, local)
+    rows = rows if normalise is None else normalise(rows)
+    rows = rows.masked_fill(~is_here[:, None], 0) * routing.weights.float().reshape(-1, 1)
+    return rows.view(len(x), routing.k, -1).sum(1)
+
+
+def _products(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    matrices: ExpertMatrices,
+    local: torch.Tensor,
+) -> torch.Tensor:
+    gathered = weight[local].float()
+    gathered = gathered if matrices.is_transposed else gathered.transpose(1, 2)
+    out = torch.bmm(rows[:, None], gathered)[:, 0]
+    return out if bias is None else out + bias[local].float()

@@ -1,0 +1,186 @@
+"""The experts of a mixture (fused MoE): a sort of the tokens by expert, two grouped products, the sum over experts.
+
+    sort_pairs              which pairs of a token and an expert each expert has
+    product of gate and up  the rows of each expert gathered, the activation as its epilogue
+    product of down         the weighted sum over the experts of a token, and the residual add, as its epilogue for few
+                            tokens; for more a launch of its own
+
+All shapes are those of the tokens and of the layer, none depends on the routing, and the host reads nothing: so a CUDA
+graph of it serves every routing. Sums over experts have one order. Method: Gale et al., "MegaBlocks: efficient sparse
+training with mixture-of-experts", arXiv 2211.15841, without its padding to blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ringcore.kernels.dependent_launch import launch_options, supports_pdl
+from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertMatrices, Routing
+from ringcore.kernels.experts_configs import MAX_FEW_TOKENS, MAX_SUMMED_TOKENS, choose_grouped, max_items
+from ringcore.kernels.experts_kernels import grouped_kernel, weighted_sum_kernel
+from ringcore.kernels.experts_sort import SortedPairs, sort_pairs
+from ringcore.kernels.skinny_tiles import DotConfig
+
+__all__ = ["experts", "new_expert_counters"]
+
+_MIN_BLOCK_OUTPUTS = 16
+_MAX_BLOCK = 1024
+
+
+def new_expert_counters(matrices: ExpertMatrices) -> torch.Tensor:
+    """The arrival counters by which programs of one outputs tile find the last one: 0 before and after a launch."""
+    hidden_size = matrices.down.shape[2 if matrices.is_transposed else 1]
+    tiles = triton.cdiv(hidden_size, _MIN_BLOCK_OUTPUTS)
+    return torch.zeros(tiles, dtype=torch.int32, device=matrices.down.device)
+
+
+def experts(
+    x: torch.Tensor,
+    routing: Routing,
+    matrices: ExpertMatrices,
+    activate: Activate,
+    normalise: Activate | None = None,
+    *,
+    counters: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    add_to: torch.Tensor | None = None,
+    config: DotConfig | None = None,
+) -> torch.Tensor:
+    """The weighted sum over the experts of each token, as `experts_reference`; accumulated in float32. x: [n,
+    hidden_size] of the matrices' dtype, contiguous.
+
+    activate: an `ExpertGate` is an epilogue; any other function is called for the product of all pairs, of which those
+    of other ranks are undefined. normalise: likewise of the outputs of experts, before their weights.
+    counters: see `new_expert_counters`, not shared with what may run at the same time; allocated if not given.
+    config: of both products; by default as `choose_grouped` says.
+
+    Returns add_to [n, hidden_size], also float32, with the sum added in place; or out; or a new tensor of x's dtype.
+    """
+    assert out is None or add_to is None, "give add_to or out, not both"
+    target = out if add_to is None else add_to
+    target = torch.empty_like(x) if target is None else target
+    if not len(x):
+        return target
+    assert target.shape == x.shape, (target.shape, x.shape)
+    assert target.is_contiguous()
+    routing = Routing(routing.experts.contiguous(), routing.weights.contiguous())
+    pairs = sort_pairs(routing.experts, len(matrices), matrices.first)
+    grouped = _Grouped(x, routing, matrices, pairs, config)
+    if isinstance(activate, ExpertGate):
+        inner = grouped.product(x, matrices.up, matrices.up_bias, x.dtype, gate=activate)
+    else:
+        inner = activate(grouped.product(x, matrices.up, matrices.up_bias, x.dtype)).contiguous()
+    dtype = torch.float32 if len(x) <= MAX_FEW_TOKENS else x.dtype
+    if normalise is None and len(x) <= MAX_SUMMED_TOKENS:
+        counters = new_expert_counters(matrices) if counters is None else counters
+        sums = _Sum(target, counters, add_to is not None)
+        grouped.product(inner, matrices.down, matrices.down_bias, dtype, reads_pairs=True, sums=sums)
+        return target
+    rows = grouped.product(inner, matrices.down, matrices.down_bias, dtype, reads_pairs=True)
+    rows = rows if normalise is None else normalise(rows).contiguous()
+    return _weighted_sum(rows, routing, matrices, target, adds=add_to is not None)
+
+
+class _Sum:
+    """The weighted sum as an epilogue."""
+
+    def __init__(self, out: torch.Tensor, counters: torch.Tensor, adds: bool) -> None:
+        self.out, self.counters, self.adds = out, counters, adds
+
+
+class _Grouped:
+    """Launches the two products of one routing."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        matrices: ExpertMatrices,
+        pairs: SortedPairs,
+        config: DotConfig | None,
+    ) -> None:
+        self._num_tokens, self._routing, self._matrices = len(x), routing, matrices
+        self._pairs, self._config = pairs, config
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        gate: ExpertGate | None = None,
+        reads_pairs: bool = False,
+        sums: _Sum | None = None,
+    ) -> torch.Tensor:
+        """x: a row a token, or a pair where reads_pairs -> a row a pair: [num_pairs, num_outputs] of dtype."""
+        matrices, routing = self._matrices, self._routing
+        num_experts, k = len(matrices), routing.k
+        num_weights, num_inputs = weight.shape[1:] if not matrices.is_transposed else weight.shape[:0:-1]
+        num_outputs = num_weights if gate is None else num_weights // 2
+        config = self._config or choose_grouped(num_experts, num_weights, num_inputs, self._num_tokens, k, x.dtype)
+        block_outputs = config.block_weights if gate is None else config.block_weights // 2
+        for tensor in (x, weight, bias):
+            assert tensor is None or tensor.is_contiguous(), "tensors must be contiguous"
+        assert x.shape[1] == num_inputs, (x.shape, weight.shape)
+        assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+        assert sums is None or block_outputs >= _MIN_BLOCK_OUTPUTS, config
+        num_pairs = self._num_tokens * k
+        rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
+        gate, pdl = gate or ExpertGate(), supports_pdl(x.device)
+        grouped_kernel[(triton.cdiv(num_outputs, block_outputs), max_items(num_pairs, num_experts, config.block_rows))](
+            *(x, weight, weight if bias is None else bias, self._pairs.order, self._pairs.offsets, rows),
+            *(routing.experts, routing.weights),
+            *((rows, self._pairs.order) if sums is None else (sums.out, sums.counters)),
+            self._num_tokens,
+            matrices.first,
+            k=k,
+            block_k=triton.next_power_of_2(k),
+            num_experts=num_experts,
+            block_experts=triton.next_power_of_2(num_experts),
+            num_weights=num_weights,
+            num_inputs=num_inputs,
+            block_rows=config.block_rows,
+            block_inputs=config.block_inputs,
+            block_weights=config.block_weights,
+            num_stages=config.num_stages,
+            is_whole=num_inputs % config.block_inputs == 0,
+            reads_pairs=reads_pairs,
+            is_transposed=matrices.is_transposed,
+            has_bias=bias is not None,
+            is_gated=num_outputs != num_weights,
+            is_gelu=gate.is_gelu,
+            alpha=gate.alpha,
+            limit=gate.limit,
+            offset=gate.offset,
+            is_interleaved=gate.is_interleaved,
+            sums=sums is not None,
+            adds=sums is not None and sums.adds,
+            pdl=pdl,
+            num_warps=config.num_warps,
+            **launch_options(pdl),
+        )
+        return rows
+
+
+def _weighted_sum(
+    rows: torch.Tensor, routing: Routing, matrices: ExpertMatrices, out: torch.Tensor, *, adds: bool
+) -> torch.Tensor:
+    """rows: [num_tokens * k, size] -> out [num_tokens, size]."""
+    num_tokens, size = out.shape
+    block, pdl = min(_MAX_BLOCK, triton.next_power_of_2(size)), supports_pdl(rows.device)
+    weighted_sum_kernel[(num_tokens, triton.cdiv(size, block))](
+        *(rows, routing.experts, routing.weights, out),
+        matrices.first,
+        k=routing.k,
+        block_k=triton.next_power_of_2(routing.k),
+        num_experts=len(matrices),
+        size=size,
+        block=block,
+        adds=adds,
+        pdl=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return out

@@ -1,0 +1,52 @@
+"""Tiles of the grouped products of a mixture of experts.
+
+Up to `MAX_FEW_TOKENS` tokens a tile has as many rows as there are tokens, so that every expert with a token is one work
+item a tile of outputs, and its weights are read once. As in a skinny linear the time is that of reading weights, and
+the tile is the one which the model of `skinny_times` finds fastest, for as many experts as the tokens can have. With
+more tokens the tile is that of a dense product, and its rows follow the mean number of rows of an expert.
+
+No tile of more than `MAX_FEW_TOKENS` tokens was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels.skinny_times import fastest_dot
+
+__all__ = ["MAX_FEW_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "max_items"]
+
+MAX_FEW_TOKENS = 64
+MAX_SUMMED_TOKENS = 16  # for more, the weighted sum has a launch of its own: one program a tile would be too slow
+_MIN_ROWS, _MAX_ROWS = 16, 128
+
+
+@functools.cache
+def choose_grouped(
+    num_experts: int, num_weights: int, num_inputs: int, num_tokens: int, k: int, dtype: torch.dtype
+) -> DotConfig:
+    """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item."""
+    if num_tokens <= MAX_FEW_TOKENS:
+        block_rows = max(_MIN_ROWS, _power_of_2(num_tokens))
+        num_active = min(num_experts, num_tokens * k)
+        config = fastest_dot(num_active * num_weights, num_inputs, block_rows, (1,))
+    else:
+        block_rows = min(_MAX_ROWS, max(2 * _MIN_ROWS, _power_of_2(num_tokens * k // num_experts)))
+        config = DotConfig(128, 64, 8, 4, 1)
+    if dtype == torch.float32:  # without tensor cores; a number has twice the bytes of those of the model of times
+        config, block_rows = DotConfig(32, 32, 4, 2, 1), min(block_rows, MAX_FEW_TOKENS)
+    block_inputs = min(config.block_inputs, max(16, _power_of_2(num_inputs)))
+    return DotConfig(config.block_weights, block_inputs, config.num_warps, config.num_stages, 1, block_rows=block_rows)
+
+
+def max_items(num_pairs: int, num_experts: int, block_rows: int) -> int:
+    """The most work items that any routing of num_pairs pairs has."""
+    return min(num_pairs, num_pairs // block_rows + min(num_pairs, num_experts))
+
+
+def _power_of_2(n: int) -> int:
+    """The next one, n or more."""
+    return 1 << max(0, n - 1).bit_length()

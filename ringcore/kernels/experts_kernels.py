@@ -1,0 +1,223 @@
+"""The kernels of a mixture of experts: a grouped product, and the weighted sum over the experts of a token.
+
+A product has one work item per expert and tile of its rows, as many as there are pairs of a token and an expert demand:
+a program finds its own from the offsets of the sorted pairs, on the device. So there is no padding but in the last tile
+of each expert that has rows, and the grid, which the host launches without knowing the routing, has at most one program
+per expert more than there is work.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ringcore.kernels.activation import activated
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+
+__all__ = ["grouped_kernel", "weighted_sum_kernel"]
+
+
+@triton.jit
+def _load(pointers, in_bounds, is_whole: tl.constexpr):
+    """A load with a mask, or without one where the tile is whole; 0 where it is out of bounds."""
+    if is_whole:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=in_bounds, other=0.0)
+    return found
+
+
+@triton.jit
+def _gated(
+    total,  # [block_weights, block_rows] float32
+    block_outputs: tl.constexpr,
+    block_rows: tl.constexpr,
+    is_gelu: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    offset: tl.constexpr,
+    is_interleaved: tl.constexpr,
+):
+    """As `ExpertGate`: [block_outputs, block_rows]."""
+    if is_interleaved:
+        halves = tl.permute(tl.reshape(total, [block_outputs, 2, block_rows]), (0, 2, 1))
+    else:
+        halves = tl.permute(tl.reshape(total, [2, block_outputs, block_rows]), (1, 2, 0))
+    gate, up = tl.split(halves)
+    if limit is not None:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    if is_gelu:
+        product = activated(gate, True)
+    else:
+        product = gate / (1.0 + tl.exp(-alpha * gate))
+    return product * (up + offset)
+
+
+@triton.jit
+def _weighted(
+    rows,  # [num_tokens * k, size]
+    experts,  # [num_tokens, k]
+    weights,  # [num_tokens, k]
+    token,
+    columns,  # [block]
+    first,
+    k: tl.constexpr,
+    block_k: tl.constexpr,
+    num_experts: tl.constexpr,
+    size: tl.constexpr,
+    is_shared: tl.constexpr,
+):
+    """The sum over the experts of a token that this rank has, always in the same order: [block] float32. is_shared:
+    other programs of this launch wrote the rows."""
+    pairs = token * k + tl.arange(0, block_k)
+    expert = tl.load(experts + pairs, mask=tl.arange(0, block_k) < k, other=-1).to(tl.int32) - first
+    is_here = (tl.arange(0, block_k) < k) & (expert >= 0) & (expert < num_experts)
+    weight = tl.load(weights + pairs, mask=is_here, other=0.0).to(tl.float32)
+    pointers = rows + pairs.to(tl.int64)[:, None] * size + columns[None, :]
+    in_bounds = is_here[:, None] & (columns < size)[None, :]
+    if is_shared:
+        found = tl.load(pointers, mask=in_bounds, other=0.0, cache_modifier=".cg")
+    else:
+        found = tl.load(pointers, mask=in_bounds, other=0.0)
+    return tl.sum(found.to(tl.float32) * weight[:, None], 0)
+
+
+@triton.jit
+def _store_sum(total, out, token, columns, size: tl.constexpr, adds: tl.constexpr):
+    targets = out + token * size + columns
+    if adds:
+        total += tl.load(targets, mask=columns < size, other=0.0).to(tl.float32)
+    tl.store(targets, total.to(out.dtype.element_ty), mask=columns < size)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first"])
+def grouped_kernel(
+    x,  # [num_tokens, num_inputs], or [num_tokens * k, num_inputs] where reads_pairs
+    weight,  # [num_experts, num_weights, num_inputs], or of inputs and weights where is_transposed
+    bias,  # [num_experts, num_weights], read where has_bias
+    order,  # [num_tokens * k] int32, see `SortedPairs`
+    offsets,  # [num_experts + 1] int32
+    rows,  # [num_tokens * k, num_outputs]
+    experts,  # [num_tokens, k]; these four are read where sums
+    weights,  # [num_tokens, k]
+    out,  # [num_tokens, num_outputs]
+    counters,  # [output tiles] int32, all 0, and 0 again afterwards
+    num_tokens,  # int
+    first,  # int, the layer's index of the first expert
+    k: tl.constexpr,
+    block_k: tl.constexpr,
+    num_experts: tl.constexpr,
+    block_experts: tl.constexpr,
+    num_weights: tl.constexpr,
+    num_inputs: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_weights: tl.constexpr,  # the M side of the product, where wgmma takes 64
+    num_stages: tl.constexpr,
+    is_whole: tl.constexpr,  # block_inputs divides num_inputs
+    reads_pairs: tl.constexpr,
+    is_transposed: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_gelu: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    offset: tl.constexpr,
+    is_interleaved: tl.constexpr,
+    sums: tl.constexpr,
+    adds: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """Program (i, j) computes outputs tile i of work item j, block_rows rows of one expert at most; item by item the
+    experts with rows in their order, so neighbours share weights or rows in the L2 cache.
+
+    Where `sums`, the program that arrives last at the counter of its outputs tile sums the rows of each token.
+    """
+    block_outputs: tl.constexpr = block_weights // 2 if is_gated else block_weights
+    num_outputs: tl.constexpr = num_weights // 2 if is_gated else num_weights
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    index = tl.arange(0, block_experts)
+    begins = tl.load(offsets + index, mask=index < num_experts, other=0)
+    ends = tl.load(offsets + index + 1, mask=index < num_experts, other=0)
+    tiles = (ends - begins + block_rows - 1) // block_rows
+    num_before = tl.cumsum(tiles, 0)  # with its own
+    num_items = tl.sum(tiles)
+    item = tl.program_id(1)
+    first_output = tl.program_id(0) * block_outputs
+    if item < num_items:
+        expert = tl.sum((num_before <= item).to(tl.int32))
+        end = tl.sum(tl.where(index == expert, ends, 0))
+        begin = tl.sum(tl.where(index == expert, begins - (num_before - tiles) * block_rows, 0)) + item * block_rows
+        row = tl.arange(0, block_rows)
+        # Rows behind the last wrap around to the first ones.
+        pairs = tl.load(order + begin + row % tl.minimum(end - begin, block_rows))
+        at_weight = tl.arange(0, block_weights)
+        if is_gated and not is_interleaved:
+            outputs = tl.minimum(first_output + at_weight % block_outputs, num_outputs - 1)
+            weight_rows = outputs + at_weight // block_outputs * num_outputs
+        elif is_gated:
+            weight_rows = tl.minimum(2 * first_output + at_weight, num_weights - 1)
+        else:
+            weight_rows = tl.minimum(first_output + at_weight, num_weights - 1)
+        steps = tl.arange(0, block_inputs)
+        matrix = weight + expert.to(tl.int64) * (num_weights * num_inputs)
+        if is_transposed:
+            tile = matrix + steps[None, :] * num_weights + weight_rows[:, None]
+        else:
+            tile = matrix + weight_rows[:, None] * num_inputs + steps[None, :]
+        step: tl.constexpr = num_weights if is_transposed else 1
+        x_rows = pairs if reads_pairs else pairs // k
+        inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs + steps[:, None]
+        total = tl.zeros([block_weights, block_rows], tl.float32)
+        for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
+            w = _load(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
+            v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+            total = tl.dot(w, v, total, input_precision="ieee")
+        if has_bias:
+            total += tl.load(bias + expert * num_weights + weight_rows).to(tl.float32)[:, None]
+        if is_gated:
+            total = _gated(total, block_outputs, block_rows, is_gelu, alpha, limit, offset, is_interleaved)
+        outputs = first_output + tl.arange(0, block_outputs)
+        in_bounds = (outputs < num_outputs)[:, None] & (row < end - begin)[None, :]
+        targets = rows + pairs.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+        tl.store(targets, total.to(rows.dtype.element_ty), mask=in_bounds)
+    if sums:
+        num_arriving = tl.maximum(num_items, 1)  # one also where this rank has no expert of any token
+        if item < num_arriving:
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+            if arrived == num_arriving - 1:
+                columns = first_output + tl.arange(0, block_outputs)
+                for token in range(num_tokens):
+                    summed = _weighted(
+                        rows, experts, weights, token, columns, first, k, block_k, num_experts, num_outputs, True
+                    )
+                    _store_sum(summed, out, token, columns, num_outputs, adds)
+                tl.store(counters + tl.program_id(0), 0)
+
+
+@triton.jit(do_not_specialize=["first"])
+def weighted_sum_kernel(
+    rows,  # [num_tokens * k, size]
+    experts,  # [num_tokens, k]
+    weights,  # [num_tokens, k]
+    out,  # [num_tokens, size]
+    first,  # int
+    k: tl.constexpr,
+    block_k: tl.constexpr,
+    num_experts: tl.constexpr,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    adds: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = _weighted(rows, experts, weights, token, columns, first, k, block_k, num_experts, size, False)
+    _store_sum(total, out, token, columns, size, adds)

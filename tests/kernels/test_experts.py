@@ -1,0 +1,252 @@
+"""The experts of a mixture against their reference: every routing, form and number of tokens.
+
+Tolerance: sums in float32 in another order, of numbers whose sums of squares are about 1.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
+from ringcore.kernels.experts import experts, new_expert_counters
+from ringcore.kernels.experts_configs import MAX_FEW_TOKENS, choose_grouped, max_items
+from ringcore.kernels.experts_sort import sort_pairs, sort_pairs_reference
+from ringcore.kernels.skinny_tiles import DotConfig
+
+SMALL = DotConfig(32, 32, 2, 2, 1, block_rows=16)
+SILU = ExpertGate()
+GPT_OSS = ExpertGate(alpha=1.702, limit=0.7, offset=1.0, is_interleaved=True)
+FORMS = {
+    "silu": SILU,
+    "gelu": ExpertGate(is_gelu=True),
+    "clamped": ExpertGate(limit=0.5),
+    "gpt_oss": GPT_OSS,
+    "of the model": lambda rows: rows[:, : rows.shape[1] // 2].tanh() * rows[:, rows.shape[1] // 2 :],
+    "without a gate": lambda rows: torch.relu(rows).square(),
+}
+ROUTINGS = ("random", "one", "all alike", "last ones", "twice the same")
+
+
+def routed(kind: str, n: int, num_experts: int, k: int, device: torch.device) -> Routing:
+    generator = torch.Generator(device).manual_seed(n)
+    scores = torch.rand(n, num_experts, generator=generator, device=device)
+    weights = torch.rand(n, k, generator=generator, device=device)
+    match kind:
+        case "random":
+            chosen = scores.topk(k).indices
+        case "one":  # and what else it must choose
+            scores[:, num_experts // 2] = 2
+            chosen = scores.topk(k).indices
+        case "all alike":
+            chosen = (torch.arange(n * k, device=device) % num_experts).view(n, k)
+        case "last ones":
+            chosen = (num_experts - 1 - torch.arange(k, device=device)).expand(n, k).contiguous()
+        case "twice the same":
+            chosen = scores.topk(1).indices.expand(n, k).contiguous()
+    return Routing(chosen, weights)
+
+
+class Case:
+    """Random experts of one shape."""
+
+    def __init__(self, device, num_experts=5, hidden=40, size=24, *, gated=True, bias=False, transposed=False):
+        generator = torch.Generator(device).manual_seed(num_experts)
+
+        def randn(*shape, fan_in=1):
+            return torch.randn(*shape, generator=generator, device=device) * fan_in**-0.5
+
+        up = randn(num_experts, size * (2 if gated else 1), hidden, fan_in=hidden)
+        down = randn(num_experts, hidden, size, fan_in=size)
+        if transposed:
+            up, down = (one.transpose(1, 2).contiguous() for one in (up, down))
+        biases = (randn(num_experts, size * (2 if gated else 1)), randn(num_experts, hidden)) if bias else (None, None)
+        self.matrices = ExpertMatrices(up, down, *biases, is_transposed=transposed)
+        self.randn, self.hidden, self.num_experts, self.device = randn, hidden, num_experts, device
+
+    def check(self, n, k=2, activate=SILU, kind="random", normalise=None, config=SMALL):
+        x, routing = self.randn(n, self.hidden), routed(kind, n, self.num_experts, k, self.device)
+        exact = experts_reference(x, routing, self.matrices, activate, normalise)
+        counters = new_expert_counters(self.matrices)
+        run = partial(experts, x, routing, self.matrices, activate, normalise, counters=counters, config=config)
+        torch.testing.assert_close(run(), exact, atol=2e-5, rtol=1e-4)
+        stream = self.randn(n, self.hidden)
+        expected = stream + exact
+        assert run(add_to=stream) is stream
+        torch.testing.assert_close(stream, expected, atol=2e-5, rtol=1e-4)
+        assert not counters.any(), "the next launch finds them so"
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize(("n", "num_experts", "first"), [(1, 4, 0), (33, 8, 0), (700, 7, 0), (40, 4, 4), (5, 1, 0)])
+def test_pairs_are_sorted_by_expert(device, n, num_experts, first, kind, k):
+    """Also of the experts that one rank has."""
+    chosen = routed(kind, n, max(k, first + num_experts), k, device).experts
+    for indices in (chosen, chosen.int()):
+        order, offsets = sort_pairs(indices, num_experts, first)
+        expected = sort_pairs_reference(indices, num_experts, first)
+        assert torch.equal(offsets, expected.offsets)
+        assert torch.equal(order[: offsets[-1]], expected.order[: offsets[-1]])
+        assert all(tensor.dtype == torch.int32 for tensor in (order, offsets, *expected))
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("n", [1, 3, 16, 17, 50])
+def test_every_routing(device, n, kind):
+    """As many tokens as sum in the product and as do not, in one tile of an expert and in several."""
+    Case(device).check(n, kind=kind)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(device, form, bias, transposed):
+    case = Case(device, gated=form != "without a gate", bias=bias, transposed=transposed)
+    for n in (2, 20):
+        case.check(n, activate=FORMS[form])
+
+
+@pytest.mark.parametrize("n", [2, 20])
+def test_outputs_of_experts_are_normalised(device, n):
+    Case(device).check(n, normalise=lambda rows: torch.nn.functional.rms_norm(rows, rows.shape[-1:]))
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (2, 2), (3, 3), (64, 6), (128, 8), (256, 8)])
+def test_every_number_of_experts(device, num_experts, k):
+    case = Case(device, num_experts, 16, 16)
+    for n in (1, 18):
+        case.check(n, k)
+
+
+@pytest.mark.parametrize("n", [1, 9, 30])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_ranks_with_whole_experts_sum_to_the_layer(device, n, kind):
+    """Also a rank without an expert of any token: it adds nothing, and computes nothing of undefined memory."""
+    case, k = Case(device, 6, bias=True), 2
+    x, routing = case.randn(n, case.hidden), routed(kind, n, 6, k, device)
+    exact, total = experts_reference(x, routing, case.matrices, SILU), 0
+    whole = case.matrices
+    for first in (0, 2, 4):
+        own = [one[first : first + 2] for one in (whole.up, whole.down, whole.up_bias, whole.down_bias)]
+        share = ExpertMatrices(*own, first=first)
+        expected = experts_reference(x, routing, share, SILU)
+        ours = experts(x, routing, share, SILU, config=SMALL)
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+        total = total + ours
+    torch.testing.assert_close(total, exact, atol=3e-5, rtol=1e-4)
+
+
+def test_sixteen_bits_are_rounded_once_for_few_tokens(device):
+    case = Case(device, 4, 64, 32)
+    half = [one.half() for one in (case.matrices.up, case.matrices.down)]
+    matrices = ExpertMatrices(*half)
+    for n in (2, 20):
+        x, routing = case.randn(n, 64).half(), routed("random", n, 4, 2, device)
+        exact = experts_reference(x, routing, matrices, SILU)
+        ours = experts(x, routing, matrices, SILU, config=SMALL)
+        assert ours.dtype == torch.float16
+        torch.testing.assert_close(ours.float(), exact, atol=2e-3, rtol=2e-3)
+        stream = torch.zeros(n, 64, device=device)
+        experts(x, routing, matrices, SILU, config=SMALL, add_to=stream)
+        torch.testing.assert_close(stream, exact, atol=1e-3, rtol=1e-3)
+        assert (stream.half().float() != stream).float().mean() > 0.5
+
+
+def test_a_token_does_not_know_of_the_others(device):
+    """To the bit, within the numbers of tokens that share a tile."""
+    case, k = Case(device), 2
+    x, routing = case.randn(16, case.hidden), routed("random", 16, 5, k, device)
+    whole = experts(x, routing, case.matrices, SILU, config=SMALL)
+    for n in (1, 7):
+        few = Routing(routing.experts[:n], routing.weights[:n])
+        assert torch.equal(experts(x[:n], few, case.matrices, SILU, config=SMALL), whole[:n])
+
+
+def test_a_token_that_is_not_finite_is_alone(device):
+    case = Case(device)
+    for n in (3, 20):
+        x, routing = case.randn(n, case.hidden), routed("all alike", n, 5, 2, device)
+        x[1, 7] = float("inf")
+        ours = experts(x, routing, case.matrices, SILU, config=SMALL)
+        assert ours[[0, 2]].isfinite().all()
+        assert not ours[1].isfinite().any()
+
+
+def test_no_token_is_no_launch(device):
+    case = Case(device)
+    empty = Routing(torch.empty(0, 2, dtype=torch.long, device=device), torch.empty(0, 2, device=device))
+    assert experts(case.randn(0, case.hidden), empty, case.matrices, SILU).shape == (0, case.hidden)
+
+
+def test_work_items_are_bounded_by_the_tokens_not_by_the_experts():
+    assert max_items(8, 128, 16) == 8
+    assert max_items(8192 * 8, 128, 128) == 512 + 128
+    assert max_items(8192 * 8, 256, 128) == 512 + 256
+    for num_tokens in range(1, 200):
+        for dtype in (torch.bfloat16, torch.float32):
+            config = choose_grouped(128, 1536, 2048, num_tokens, 8, dtype)
+            assert config.splits == 1
+            assert config.block_weights >= 32
+            assert config.block_rows >= num_tokens or num_tokens > MAX_FEW_TOKENS, "one item an expert"
+
+
+def test_more_tokens_as_they_are_chosen(device):
+    """No tile of the test's own."""
+    Case(device, 3, 32, 32).check(70, config=None)
+
+
+def test_every_count_of_tokens(device, is_long):
+    """The long form has all of 1 to 512, and all numbers of experts of 1 to 256."""
+    case = Case(device, 6, 16, 16)
+    for n in range(1, 513) if is_long else (2, 15, 31, 63, 65):
+        case.check(n)
+    for num_experts in range(1, 257) if is_long else ():
+        Case(device, num_experts, 16, 16).check(11, min(num_experts, 4))
+
+
+def test_they_compile_for_sm90(tmp_path):
+    """In tensor-core instructions, which the interpreter does not know, and without spilled registers."""
+    script = """
+        import torch, triton_for_sm90
+        from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
+        from ringcore.kernels.experts import experts
+        from ringcore.kernels.precompile import intercept_launches
+
+        def empty(*shape):
+            return torch.empty(*shape, dtype=torch.bfloat16)
+
+        biased = ExpertMatrices(
+            empty(32, 512, 1024), empty(32, 512, 512), empty(32, 1024), empty(32, 512), is_transposed=True
+        )
+        gates = ExpertGate(alpha=1.702, limit=7.0, offset=1.0, is_interleaved=True), ExpertGate()
+        with intercept_launches() as found:
+            for n, gate in ((4, gates[1]), (100, gates[0])):
+                routing = Routing(torch.zeros(n, 4, dtype=torch.long), empty(n, 4))
+                experts(empty(n, 512), routing, biased, gate, add_to=torch.empty(n, 512))
+        for (kernel, _), variant in found.items():
+            text = kernel.preload(variant.specialization).asm["ptx"]
+            print(kernel.__name__, "wgmma" in text, ".local" in text)
+    """
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    here = str(Path(__file__).parent)
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([here, *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 4, "weighted_sum_kernel False False": 1}
+    assert Counter(done.stdout.splitlines()) == kernels
