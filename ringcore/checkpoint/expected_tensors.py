@@ -21,10 +21,13 @@ from ringcore.checkpoint.safetensors_header import DTYPE_BYTES, TensorIndex
 from ringcore.errors import ModelLoadError
 
 __all__ = [
+    "EXPERT_MATRICES",
+    "ROUTER",
     "and_more",
     "check_checkpoint",
     "check_tensors",
     "expected_tensors",
+    "expert_matrix",
     "is_dispensable",
     "matrices",
     "num_parameters",
@@ -32,6 +35,10 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+
+# Of a mixture of experts, within `model.layers.<i>.`; the matrices are those of each expert, as of an MLP.
+ROUTER = "mlp.gate"
+EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 # Tensors of a checkpoint that are ignored: computed tables, and the copy of the embeddings in some tied checkpoints.
 # Any other tensor that the model does not use means that the model would compute something else than the checkpoint's.
@@ -61,9 +68,14 @@ def expected_tensors(spec: ModelSpec, family: Family) -> dict[str, Shape]:
     return tensors
 
 
+def expert_matrix(mixture: str, expert: int, matrix: str) -> str:
+    """The name of one of `EXPERT_MATRICES`, by that of the mixture."""
+    return f"{mixture}.experts.{expert}.{matrix}"
+
+
 def matrices(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int], bool]]:
     """(name, (outputs, inputs), whether it has a bias) of every matrix but the embedding and a head tied to it."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    hidden = spec.hidden_size
     heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if not spec.tie_word_embeddings:
         yield "lm_head", (spec.vocab_size, hidden), False
@@ -73,11 +85,24 @@ def matrices(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int], bool]]:
             ("self_attn.k_proj", (kv_heads, hidden), spec.attention_bias),
             ("self_attn.v_proj", (kv_heads, hidden), spec.attention_bias),
             ("self_attn.o_proj", (hidden, heads), spec.attention_out_bias),
-            ("mlp.gate_proj", (inner, hidden), spec.mlp_bias),
-            ("mlp.up_proj", (inner, hidden), spec.mlp_bias),
-            ("mlp.down_proj", (hidden, inner), spec.mlp_bias),
+            *_of_mlp(spec, layer),
         ):
             yield f"model.layers.{layer}.{name}", size, has_bias
+
+
+def _of_mlp(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """Or of the experts in its place."""
+    hidden, experts = spec.hidden_size, spec.experts_of(layer)
+    inner = spec.intermediate_size if experts is None else experts.intermediate_size
+    sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    if experts is None:
+        for matrix, size in zip(EXPERT_MATRICES, sizes, strict=True):
+            yield f"mlp.{matrix}", size, spec.mlp_bias
+        return
+    yield ROUTER, (experts.num_experts, hidden), False
+    for expert in range(experts.num_experts):
+        for matrix, size in zip(EXPERT_MATRICES, sizes, strict=True):
+            yield expert_matrix("mlp", expert, matrix), size, False
 
 
 def quantized_bytes(spec: ModelSpec) -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ringcore.checkpoint.metadata import Metadata
-from ringcore.checkpoint.model_spec import RopeSpec
+from ringcore.checkpoint.model_spec import ExpertsSpec, RopeSpec
 from ringcore.checkpoint.rope import read_one_rope
 from ringcore.errors import ModelLoadError
 
@@ -21,6 +21,8 @@ BiasRule = bool | str
 LayerKinds = Callable[[Metadata, int, list[str] | None], Sequence[str]]
 # (config.json, max_position_embeddings) -> `ModelSpec.rope` and `ModelSpec.sliding_rope`
 RopeReader = Callable[[Metadata, int], tuple[RopeSpec, RopeSpec | None]]
+# (config.json, num_layers) -> `ModelSpec.experts`
+ExpertsReader = Callable[[Metadata, int], ExpertsSpec]
 # (header, num_layers, hidden_size // num_heads) -> fields of `ModelSpec`
 GGUFAttention = Callable[[Metadata, int, int], dict[str, Any]]
 
@@ -74,6 +76,7 @@ class Family:
     attention_scale_field: str | None = None  # scores are divided by the root of this field; None: of head_dim
     read_ropes: RopeReader = read_one_rope
     layer_kinds: LayerKinds | None = None  # None: a configuration with sliding windows is refused
+    read_experts: ExpertsReader | None = None  # None: every layer has an MLP
 
     # How a checkpoint stores it.
     norms: LayerNorms = LayerNorms()

@@ -11,7 +11,16 @@ import msgspec
 
 from ringcore.checkpoint.quantization.rules import Quantization
 
-__all__ = ["MAX_SIZES", "TEXT_CONFIG", "AnySpec", "CommonSpec", "ModelSpec", "RopeSpec", "TransformersSpec"]
+__all__ = [
+    "MAX_SIZES",
+    "TEXT_CONFIG",
+    "AnySpec",
+    "CommonSpec",
+    "ExpertsSpec",
+    "ModelSpec",
+    "RopeSpec",
+    "TransformersSpec",
+]
 
 # By field of `ModelSpec`: several times those of any published model. A file that claims more is broken; the limits
 # bound loops and tables such as the names of all layers or the permutation of a head's rows.
@@ -24,6 +33,7 @@ MAX_SIZES = {
     "num_kv_heads": 4096,
     "head_dim": 4096,
     "max_position_embeddings": 1 << 27,
+    "num_experts": 1 << 14,
 }
 
 TEXT_CONFIG = "text_config"  # the field of config.json that has the text model's, where there are several parts
@@ -46,6 +56,16 @@ class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     truncate: bool = True  # yarn
 
 
+class ExpertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The mixture of experts that is in the place of an MLP: softmax over all experts, then the largest ones."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # the weights of a token's experts sum to 1
+    dense_layers: list[int] = []  # that have an MLP
+
+
 class CommonSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     architecture: str  # as `architectures` of config.json has it
     vocab_size: int
@@ -59,9 +79,9 @@ class CommonSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ModelSpec(CommonSpec, frozen=True, kw_only=True, tag="native"):
-    """A dense decoder-only transformer of a family in `ringcore.families`, in the units of its checkpoint."""
+    """A decoder-only transformer of a family in `ringcore.families`, in the units of its checkpoint."""
 
-    intermediate_size: int
+    intermediate_size: int  # of the MLP
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -74,10 +94,20 @@ class ModelSpec(CommonSpec, frozen=True, kw_only=True, tag="native"):
     sliding_windows: dict[int, int] = {}  # layer: window in tokens, the token itself included; absent: full attention
     sliding_rope: RopeSpec | None = None  # of sliding-window layers, where it differs from `rope`
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: by that of head_dim
+    experts: ExpertsSpec | None = None  # None: every layer has an MLP
+
+    @property
+    def num_experts(self) -> int:
+        """0: it has none."""
+        return 0 if self.experts is None else self.experts.num_experts
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """None where the layer has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def few_layers(self) -> ModelSpec:
         """The first layers, enough for one of every kind."""
-        kinds = [self.sliding_windows.get(index) for index in range(self.num_layers)]
+        kinds = [(self.sliding_windows.get(index), self.experts_of(index) is None) for index in range(self.num_layers)]
         num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         windows = {index: window for index, window in self.sliding_windows.items() if index < num_layers}
         return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
@@ -92,6 +122,7 @@ class TransformersSpec(CommonSpec, frozen=True, kw_only=True, tag="transformers"
     layers_field: str  # the name of `num_layers` in it
     layer_width: int  # an estimate: the most numbers that a token has at once in a layer, beside the hidden states
     is_part: bool = False  # of a model of several parts, as those that see images are: the text model, which is served
+    num_experts: int = 0  # of each mixture, as far as the configuration has it by a name that is known
 
     def few_layers(self) -> TransformersSpec:
         """The first layers, enough for one of every kind that `layer_types` names, and one after the dense layers that

@@ -6,13 +6,14 @@ from __future__ import annotations
 import msgspec
 
 from ringcore.checkpoint.common_fields import read_bos_token_id, read_dtype, read_eos_token_ids
+from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, ROUTER, expert_matrix
 from ringcore.checkpoint.family import Activation, BiasRule, Families, Family
 from ringcore.checkpoint.gguf_config import read_gguf_config
 from ringcore.checkpoint.gguf_header import read_gguf_header
 from ringcore.checkpoint.gguf_spec import read_gguf_spec
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.model_spec import MAX_SIZES, AnySpec, CommonSpec, ModelSpec
+from ringcore.checkpoint.model_spec import MAX_SIZES, AnySpec, CommonSpec, ExpertsSpec, ModelSpec
 from ringcore.checkpoint.quantization import Quantization
 from ringcore.checkpoint.quantization.reader import read_quantization
 from ringcore.checkpoint.sliding_windows import read_windows
@@ -88,6 +89,7 @@ def _from_config(
         raise config.error("num_attention_heads", f"is {num_heads}, which does not divide hidden_size {hidden_size}")
     max_position_embeddings = _size(config, "max_position_embeddings")
     rope, sliding_rope = family.read_ropes(config, max_position_embeddings)
+    experts = None if family.read_experts is None else family.read_experts(config, num_layers)
     return ModelSpec(
         architecture=architecture,
         vocab_size=_size(config, "vocab_size"),
@@ -110,16 +112,23 @@ def _from_config(
         sliding_windows=read_windows(config, architecture, family, num_layers),
         sliding_rope=sliding_rope,
         query_pre_attn_scalar=_attention_scale(config, family),
-        quantization=_quantization(config, quantization),
+        quantization=_quantization(config, quantization, experts),
+        experts=experts,
     )
 
 
-def _quantization(config: Metadata, on_load: str | None) -> Quantization | None:
-    """A tied head is the embedding's table, which is dense."""
+def _quantization(config: Metadata, on_load: str | None, experts: ExpertsSpec | None) -> Quantization | None:
+    """A tied head is the embedding's table, which is dense; so are experts and their router."""
     found = read_quantization(config, on_load)
-    if found is None or not config.flag("tie_word_embeddings", False):
-        return found
-    return msgspec.structs.replace(found, ignored=[*found.ignored, "lm_head"])
+    if found is None:
+        return None
+    ignored = ["lm_head"] if config.flag("tie_word_embeddings", False) else []
+    if experts is not None:
+        matrix = f"model.layers.0.{expert_matrix('mlp', 0, EXPERT_MATRICES[0])}"
+        if not found.is_on_load and found.format_of(matrix) is not None:
+            raise config.error("quantization_config", "quantizes experts, which are computed dense; give another model")
+        ignored += [ROUTER, "experts"]
+    return msgspec.structs.replace(found, ignored=[*found.ignored, *ignored])
 
 
 def _size(config: Metadata, key: str, field: str | None = None, default: int | None = None) -> int:

@@ -29,6 +29,7 @@ _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 _DEFAULTS = "ringcore.model_executor.models.transformers.text_defaults"  # a program
 _MAX_REASON = 300  # characters
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
@@ -62,6 +63,7 @@ def read_transformers_spec(config: Metadata, files: ModelFiles, quantization: st
         layers_field=layers_field,
         layer_width=_layer_width(text),
         is_part=TEXT_CONFIG in config,
+        num_experts=_largest(text, _EXPERTS, 0),
     )
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ringcore.checkpoint import ModelSpec
+from ringcore.checkpoint import AnySpec, ModelSpec
 from ringcore.checkpoint.quantization.shares import refused_shares
 from ringcore.config.admin_keys import check_endpoint, read_server_keys
 from ringcore.config.host_checks import check_hosts
@@ -200,8 +200,10 @@ def check_together(
         raise bad_value("pipeline_parallel_size", parallel.pipeline_parallel_size, remedy)
     if device.device_ids is not None:
         _check_device_ids(device, parallel)
+    if parallel.expert_parallel:
+        _check_experts(spec, size)
     if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what cannot be split
-        _check_split(spec, size)
+        _check_split(spec, size, parallel.expert_parallel)
 
 
 def _check_device_ids(device: DeviceConfig, parallel: ParallelConfig) -> None:
@@ -213,7 +215,25 @@ def _check_device_ids(device: DeviceConfig, parallel: ParallelConfig) -> None:
         raise bad_value("device_ids", ids, "only of use with device='cuda' and executor='multiproc'; leave it out")
 
 
-def _check_split(spec: ModelSpec, size: int) -> None:
+def _check_experts(spec: AnySpec, size: int) -> None:
+    """That each rank can have whole experts. Of a model of transformers the worker that builds it says it where the
+    configuration has the number by another name."""
+    if isinstance(spec, ModelSpec) and not spec.num_experts:
+        raise bad_value("expert_parallel", True, f"a {spec.architecture} has no experts; leave it out")
+    if spec.num_experts % size:
+        reason = f"its {spec.num_experts} experts do not divide over tensor_parallel_size={size}"
+        raise bad_value("expert_parallel", True, f"{reason}; leave it out, or change that")
+
+
+def _check_split(spec: ModelSpec, size: int, expert_parallel: bool) -> None:
+    experts = spec.experts
+    if experts is not None and not expert_parallel and experts.intermediate_size % size:
+        raise bad_value(
+            "tensor_parallel_size",
+            size,
+            f"the intermediate size {experts.intermediate_size} of an expert does not divide into {size} ranks; "
+            "give expert_parallel=True, by which each rank has whole experts, or another number",
+        )
     if spec.num_heads % size:
         divisors = [n for n in range(1, spec.num_heads + 1) if _divides(spec, n)]
         raise bad_value(
@@ -236,4 +256,5 @@ def _check_split(spec: ModelSpec, size: int) -> None:
 def _divides(spec: ModelSpec, size: int) -> bool:
     """Whether `size` ranks can share a layer: KV heads are split, or replicated where there are more ranks."""
     kv_ok = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
-    return spec.num_heads % size == 0 and kv_ok and spec.intermediate_size % size == 0
+    has_mlp = any(spec.experts_of(layer) is None for layer in range(spec.num_layers))
+    return spec.num_heads % size == 0 and kv_ok and (not has_mlp or spec.intermediate_size % size == 0)

@@ -135,6 +135,7 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     tensor_parallel_size: int = _option(1, "workers that share each layer")
+    expert_parallel: bool = _option(False, "each of the tensor_parallel_size workers has whole experts of a mixture")
     pipeline_parallel_size: int = _option(1, "stages of successive layers, each on tensor_parallel_size workers")
     executor: str = _option("multiproc", "multiproc, uniproc, ray, or an Executor class (or its 'module:Class')")
     worker_extension: str | None = _option(None, "'module.Class' mixed into the worker; its @rpc methods can be called")

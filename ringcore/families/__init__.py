@@ -9,7 +9,8 @@ from ringcore.families.llama import LLAMA
 from ringcore.families.mistral import MISTRAL
 from ringcore.families.qwen2 import QWEN2
 from ringcore.families.qwen3 import QWEN3
+from ringcore.families.qwen3_moe import QWEN3_MOE
 
 __all__ = ["FAMILIES"]
 
-FAMILIES = Families(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)
+FAMILIES = Families(LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, GEMMA3)

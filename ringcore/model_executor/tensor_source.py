@@ -96,11 +96,11 @@ class SafetensorsSource(TensorSource):
         name = part.checkpoint_name
         entry = self._index[name]
         dtype = _dtype(name, entry, part.dtype_for(out))
-        stride = math.prod(entry.shape[1:]) * dtype.itemsize  # bytes of a row in the file
-        if part.dim == 0:
-            row_bytes, begin = stride, entry.begin + part.start * stride
-        else:
-            row_bytes, begin = part.length * dtype.itemsize, entry.begin + part.start * dtype.itemsize
+        out = out if part.dim < 2 else out.flatten(0, part.dim - 1)
+        inner_bytes = math.prod(entry.shape[part.dim + 1 :]) * dtype.itemsize
+        stride = math.prod(entry.shape[max(1, part.dim) :]) * dtype.itemsize  # bytes of a row in the file
+        row_bytes = stride if part.dim == 0 else part.length * inner_bytes
+        begin = entry.begin + part.start * inner_bytes
         staging = self._of_thread.staging
         if staging is None:
             staging = self._of_thread.staging = Staging(self.BUFFER_BYTES, out.device)

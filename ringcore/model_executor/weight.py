@@ -100,6 +100,9 @@ class WeightPart:
 
     `encoding`, if given, computes a final row from the slice of a row of the checkpoint: the part is of whole rows of
     the final tensor.
+
+    `row`, if given, is where the slice begins along the first dimension of a final tensor that stacks several
+    checkpoint tensors there, while `dim` is another one.
     """
 
     checkpoint_name: str
@@ -110,8 +113,10 @@ class WeightPart:
     offset: int = 0
     order: tuple[int, ...] | None = None
     encoding: RowEncoding | None = None
+    row: int | None = None
 
     def __post_init__(self) -> None:
+        assert self.row is None or self.dim > 0, self
         if self.order is not None:
             assert self.length % len(self.order) == 0, self
             assert sorted(self.order) == list(range(len(self.order))), self
@@ -184,7 +189,8 @@ class Weight:
     @property
     def num_filled(self) -> int:
         """Leading entries that the parts fill along their dimension; the rest is zero."""
-        if self.parts[0].encoding is not None and self.parts[0].dim != 0:
+        first = self.parts[0]
+        if first.row is not None or (first.encoding is not None and first.dim != 0):
             return self.shape[self.parts[0].dim]
         return sum(part.length for part in self.parts)
 
@@ -204,7 +210,8 @@ class Weight:
             if part.length and part.encoding is not None and part.dim != 0:
                 yield part, tensor
             elif part.length:
-                yield part, tensor.narrow(part.dim, part.offset, part.length)
+                rows = tensor if part.row is None else tensor.narrow(0, part.row, part.checkpoint_shape[0])
+                yield part, rows.narrow(part.dim, part.offset, part.length)
 
 
 class WeightedLayer(ABC):
@@ -212,6 +219,10 @@ class WeightedLayer(ABC):
 
     @abstractmethod
     def weights(self) -> Sequence[Weight]: ...
+
+    def elsewhere(self) -> Sequence[Weight]:
+        """Tensors of the checkpoint that belong to the layer and of which this rank has nothing."""
+        return []
 
     @abstractmethod
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:

@@ -12,7 +12,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
     impl: "native", a model class of this package, or "transformers", the model's own modules there, in which layers of
     this package replace those that compute the same: `fused` counts them, by kind ("layers", "attentions", "mlps",
-    "norms").
+    "norms", and "experts": the layers whose experts are computed by our function).
     """
 
     impl: str

@@ -64,6 +64,7 @@ class ModelSize:
     """A model's parameter counts on each of `ranks` devices. Norms and biases are omitted: they are negligible."""
 
     layer_params: float  # of all layers together
+    active_params: float  # of them those by which a token is multiplied: of a mixture its own experts
     head_params: float  # of the language-model head
     embedding_params: float  # 0 where they are the head's
     dtype_bytes: int
@@ -71,10 +72,16 @@ class ModelSize:
     @classmethod
     def of(cls, spec: ModelSpec, dtype: str, ranks: int) -> ModelSize:
         attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + max(spec.num_kv_heads, ranks))
-        mlp = 3 * spec.hidden_size * spec.intermediate_size
+        mlps = active = 0
+        for layer in range(spec.num_layers):
+            experts = spec.experts_of(layer)
+            width = spec.intermediate_size if experts is None else experts.intermediate_size
+            mlps += 3 * spec.hidden_size * width * (1 if experts is None else experts.num_experts)
+            active += 3 * spec.hidden_size * width * (1 if experts is None else experts.num_experts_per_tok)
         vocabulary = spec.vocab_size * spec.hidden_size
         return cls(
-            spec.num_layers * (attention + mlp) / ranks,
+            (spec.num_layers * attention + mlps) / ranks,
+            (spec.num_layers * attention + active) / ranks,
             vocabulary / ranks,
             0.0 if spec.tie_word_embeddings else vocabulary / ranks,
             DTYPE_BYTES[dtype],

@@ -129,6 +129,7 @@ class StepCost:
         its FLOPs, every context token the bytes of its keys and values, every request the FLOPs of the LM head and its
         logits. Tensor parallelism divides all of it and adds two all-reduces a layer. Not modelled: the FLOPs of
         attention itself, which matter for prompts of many thousand tokens, and any overlap other than with the weights.
+        Of a mixture of experts a step is taken to read all of them, which few tokens do not.
 
         hardware: a name of `HARDWARE`, or a `Hardware`. Raises `ConfigError` for an unknown name.
         """
@@ -139,7 +140,7 @@ class StepCost:
         ranks = tensor_parallel_size
         size = ModelSize.of(spec, dtype, ranks)
         weights_s = (size.layer_params + size.head_params) * size.dtype_bytes / read
-        token_s = 2 * size.layer_params / compute
+        token_s = 2 * size.active_params / compute
         overhead_s = device.step_s
         if ranks > 1:
             num_reduces = 2 * spec.num_layers

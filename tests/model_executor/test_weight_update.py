@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from placed_models import placed, tensors_of
 from safetensors.torch import save_file
 from thread_tp import ThreadRank, on_all_ranks
-from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_logits, hf_model, load, random_ids
+from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_logits, hf_model, load, random_ids, saved_state
 
 from ringcore.errors import InvalidRequestError, ModelLoadError
 from ringcore.model_executor import loader, ops, weight_update
@@ -42,9 +42,7 @@ def two(tmp_path_factory):
         folders = [tmp_path_factory.mktemp(family) for _ in models]
         for model, folder in zip(models, folders, strict=True):
             model.save_pretrained(folder, max_shard_size="100KB")
-        tied = models[1].config.tie_word_embeddings
-        state = {name: t for name, t in models[1].state_dict().items() if not (tied and name == "lm_head.weight")}
-        return folders[0], models[1], folders[1], state
+        return folders[0], models[1], folders[1], saved_state(folders[1])
 
     return make
 

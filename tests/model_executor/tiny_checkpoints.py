@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ringcore.checkpoint import Families, find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
@@ -14,7 +14,7 @@ from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
 
-FAMILY_NAMES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3")
+FAMILY_NAMES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral", "Gemma3")
 # Those that a GGUF file tells apart: a Mistral is a llama there, and its window is not in the file.
 GGUF_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Gemma3")
 VOCAB_SIZE = 131  # a prime: no number of ranks divides it
@@ -58,6 +58,14 @@ ROPES: dict[str, dict[str, Any]] = {
 GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA3_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 GEMMA3_OPTIONS: dict[str, Any] = {"sliding_window": WINDOW, "query_pre_attn_scalar": 40}
+# The first layer has an MLP.
+QWEN3_MOE_OPTIONS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
 
 
 def hf_model(family: str, rope: str = "default", seed: int = 0, **overrides: Any) -> Any:
@@ -84,6 +92,8 @@ def hf_model(family: str, rope: str = "default", seed: int = 0, **overrides: Any
         options |= GEMMA3_OPTIONS
         options["rope_parameters"] = GEMMA3_ROPES | {"full_attention": options["rope_parameters"]}
         options["layer_types"] = GEMMA3_LAYERS[: overrides.get("num_hidden_layers")]
+    if family == "Qwen3Moe":
+        options |= QWEN3_MOE_OPTIONS
     options |= overrides
     config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(**options)
     with torch.random.fork_rng():
@@ -102,6 +112,11 @@ def save_with_tensors(folder: Path, model: Any, tensors: dict[str, torch.Tensor]
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors")
+
+
+def saved_state(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's files: of a mixture, each expert's own."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def hf_logits(model: Any, ids: list[int]) -> torch.Tensor:

@@ -27,17 +27,19 @@ def build_model(
     max_model_len: int,
     families: Families = FAMILIES,
     stage: Stage = ONLY_STAGE,
+    expert_parallel: bool = False,
 ) -> CausalLM:
     """The model of one rank, without weights: what its stage of a pipeline has. Raises `ModelLoadError` for one that
     cannot be computed."""
     scheme_of = schemes_of(spec.quantization)
     match spec:
         case ModelSpec():
-            return model_class(spec.architecture, families)(spec, tp, dtype, max_model_len, scheme_of, stage)
+            native = model_class(spec.architecture, families)
+            return native(spec, tp, dtype, max_model_len, scheme_of, stage, expert_parallel)
         case TransformersSpec():
             from ringcore.model_executor.models.transformers import TransformersModel  # imports transformers: seconds
 
-            return TransformersModel(spec, tp, dtype, max_model_len, scheme_of, stage)
+            return TransformersModel(spec, tp, dtype, max_model_len, scheme_of, stage, expert_parallel)
         case _:
             assert_never(spec)
 

@@ -27,7 +27,7 @@ class CausalLM(ABC):
     hidden_size: int
     stage: Stage
     attention_layers: Sequence[AnyAttention]  # of the stage
-    elsewhere: Sequence[Weight]  # of other stages
+    elsewhere: Sequence[Weight]  # of other stages, and of the other ranks' experts
 
     @abstractmethod
     def __init__(
@@ -38,8 +38,10 @@ class CausalLM(ABC):
         max_model_len: int,
         scheme_of: SchemeOf,
         stage: Stage = ONLY_STAGE,
+        expert_parallel: bool = False,
     ) -> None:
-        """scheme_of: the linear scheme of a matrix, by its name in the checkpoint. stage: that it computes."""
+        """scheme_of: the linear scheme of a matrix, by its name in the checkpoint. stage: that it computes.
+        expert_parallel: each rank has whole experts of a mixture, and not a share of each."""
 
     def report(self) -> ModelReport:
         """What computes it."""

@@ -40,9 +40,11 @@ class DenseDecoder(CausalLM):
         max_model_len: int,
         scheme_of: SchemeOf,
         stage: Stage = ONLY_STAGE,
+        expert_parallel: bool = False,
     ) -> None:
         self.hidden_size = size = spec.hidden_size
         self.vocab_size, self.stage = spec.vocab_size, stage
+        expert_parallel = expert_parallel and tp.size > 1
         self.embed_tokens = VocabParallelEmbedding(
             "embed_tokens", "model.embed_tokens", spec.vocab_size, size, dtype=dtype, tp=tp
         )
@@ -52,7 +54,7 @@ class DenseDecoder(CausalLM):
         ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
         self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len) for rope in ropes]
         layers = [
-            self.build_layer(LayerBuilder(index, spec, tp, dtype, self.family, scheme_of))
+            self.build_layer(LayerBuilder(index, spec, tp, dtype, self.family, scheme_of, expert_parallel))
             for index in range(spec.num_layers)
         ]
         self.norm = RMSNorm("norm", "model.norm", size, spec.rms_norm_eps, dtype, plus_one=self.family.norm_plus_one)
@@ -78,6 +80,7 @@ class DenseDecoder(CausalLM):
         self._weighted = list(dict.fromkeys([*ends[0], *chain(*of_layers[own.start : own.stop]), *ends[1]]))
         others = dict.fromkeys([*before, *chain(*of_layers), *after])
         self.elsewhere = _weights_of(one for one in others if one not in set(self._weighted))
+        self.elsewhere += [weight for layer in chain(*of_layers) for weight in layer.elsewhere()]
 
     def report(self) -> ModelReport:
         return ModelReport("native", self._num_attention_layers)
@@ -89,7 +92,7 @@ class DenseDecoder(CausalLM):
             build.norm("input_norm", names.input),
             build.post_normed(build.self_attention(), "attention_out_norm", names.attention_out),
             build.norm("mlp_norm", names.mlp),
-            build.post_normed(build.gated_mlp(), "mlp_out_norm", names.mlp_out),
+            build.post_normed(build.mlp(), "mlp_out_norm", names.mlp_out),
         )
 
     def weights(self) -> list[Weight]:

@@ -9,6 +9,7 @@ import torch
 
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint import Family, ModelSpec
+from ringcore.checkpoint.expected_tensors import ROUTER
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -21,6 +22,7 @@ from ringcore.model_executor.layers.rotary import interleaved
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.linear_schemes.shard import OutputSlice
 from ringcore.model_executor.models.decoder_layer import GatedMLP, PostNormed, SelfAttention, Sublayer
+from ringcore.model_executor.models.mixture import Experts, Mixture, Router
 
 __all__ = ["LayerBuilder"]
 
@@ -38,6 +40,7 @@ class LayerBuilder:
     dtype: torch.dtype
     family: Family
     scheme_of: SchemeOf
+    expert_parallel: bool = False
 
     def in_model(self, name: str) -> str:
         return f"layers.{self.index}.{name}"
@@ -64,6 +67,16 @@ class LayerBuilder:
             rotary=int(spec.sliding_rope is not None and self.index in spec.sliding_windows),
             head_norm=self.head_norm(heads, order) if self.family.head_norm else None,
         )
+
+    def mlp(self) -> Sublayer:
+        """Or experts in its place."""
+        spec, experts = self.spec, self.spec.experts_of(self.index)
+        if experts is None:
+            return self.gated_mlp()
+        names = self.in_model("router"), self.in_checkpoint(ROUTER)
+        router = Router(*names, experts, spec.hidden_size, self.dtype)
+        names = self.in_model("experts"), self.in_checkpoint("mlp")
+        return Mixture(router, Experts(*names, experts, spec.hidden_size, self.dtype, self.tp, self.expert_parallel))
 
     def gated_mlp(self) -> GatedMLP:
         spec = self.spec

@@ -49,7 +49,14 @@ class BuiltModel:
         """Raises `ModelLoadError` for a model that cannot be computed."""
         start = time.monotonic()
         dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
-        model = build_model(config.model.spec, tp, TORCH_DTYPES[dtype], config.model.context_len, stage=stage)
+        model = build_model(
+            config.model.spec,
+            tp,
+            TORCH_DTYPES[dtype],
+            config.model.context_len,
+            stage=stage,
+            expert_parallel=config.parallel.expert_parallel,
+        )
         return cls(model, dtype, time.monotonic() - start)
 
     @property

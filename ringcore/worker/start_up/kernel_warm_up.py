@@ -107,7 +107,13 @@ class FewLayers:
         # User code is not called in a dummy run, and there are no CUDA graphs, since nothing is executed.
         few = replace(config.model, spec=config.model.spec.few_layers(), logits_processors=[])
         config = replace(config, model=few, device=replace(config.device, enforce_eager=True))
-        model = build_model(few.spec, tp.detached(), TORCH_DTYPES[dtype], few.context_len)
+        model = build_model(
+            few.spec,
+            tp.detached(),
+            TORCH_DTYPES[dtype],
+            few.context_len,
+            expert_parallel=config.parallel.expert_parallel,
+        )
         return cls(config, model, dtype)
 
     @property

@@ -68,6 +68,8 @@ def activation_bytes(spec: AnySpec, config: EngineConfig, dtype: str) -> int:
     if isinstance(spec, ModelSpec):
         heads = 2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)
         inner = max(3 * spec.intermediate_size, heads * spec.head_dim) // ranks
+        if (experts := spec.experts) is not None:  # of a token's experts all may be of one rank
+            inner = max(inner, experts.num_experts_per_tok * (3 * experts.intermediate_size + 3 * spec.hidden_size))
     else:
         inner = spec.layer_width  # on every rank: what is not in the model's plan is not split
     layer = num_tokens * (4 * spec.hidden_size + inner) * DTYPE_BYTES[dtype]

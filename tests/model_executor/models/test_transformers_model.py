@@ -108,7 +108,7 @@ def test_sequences_of_one_step_are_those_of_transformers_and_not_those_of_wrong_
     assert (as_one - reference).abs().max() > 0.1
 
 
-def test_two_ranks_share_heads_and_mlp_but_hold_experts_whole(tmp_path):
+def test_two_ranks_share_heads_and_each_expert(tmp_path):
     hf = theirs(tmp_path, "qwen3_moe", **EXPERTS)
     ids = PROMPTS[2]
 
@@ -122,7 +122,8 @@ def test_two_ranks_share_heads_and_mlp_but_hold_experts_whole(tmp_path):
         shapes = {weight.name: weight.shape for weight in model.weights()}
         assert shapes["layers.0.qkv_proj.weight"] == (16 + 8 + 8, 32)
         assert shapes["layers.0.o_proj.weight"] == (32, 16)
-        assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (4 * 2 * 16, 32)
+        assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (4 * 2 * 8, 32)
+        assert shapes["model.layers.0.mlp.experts.down_proj"] == (4 * 32, 8)
 
 
 def test_two_ranks_read_their_slices_of_a_gguf_file(tmp_path):

@@ -26,7 +26,19 @@ from transformers.core_model_loading import (
 from ringcore.model_executor.models.transformers.refusal import Refused
 from ringcore.model_executor.weight import Uniform, Weight, WeightPart
 
-__all__ = ["CheckpointNames", "TensorLayout", "read_layouts"]
+__all__ = ["CheckpointNames", "Ranges", "TensorLayout", "read_layouts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """What a rank has of a tensor: ranges of entries along one dimension, (start, length), one after the other."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        length = sum(length for _, length in self.ranges)
+        return (*whole[: self.dim], length, *whole[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ class TensorLayout:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[_Piece, ...]
-    share: tuple[int, int] | None = None  # (start, length) along the first dimension, where a rank has only these
+    share: Ranges | None = None  # where a rank has only that
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -59,7 +71,7 @@ class TensorLayout:
     def weight(self) -> Weight:
         """All of it, or the rank's share."""
         if self.share is not None:
-            return self.slice(0, *self.share)
+            return self._sliced(self.share) if self.is_whole else self._stacked(self.share)
         if not self.shape:  # a number, which is read as one row
             name = self.pieces[0].checkpoint_name
             return Weight(self.name, (1,), self.dtype, (WeightPart(name, (), 0, 0, 1),), self._init)
@@ -72,12 +84,46 @@ class TensorLayout:
         )
         return Weight(self.name, (rows, *last), self.dtype, parts, self._init)
 
+    def elsewhere(self) -> list[Weight]:
+        """The checkpoint's tensors that it consists of and of which the rank's share has nothing."""
+        own = {part.checkpoint_name for part in self.weight().parts}
+        others = (piece for piece in self.pieces if piece.checkpoint_name not in own)
+        parts = tuple(WeightPart(one.checkpoint_name, one.shape, 0, 0, one.shape[0]) for one in others)
+        return [Weight(self.name, self.shape, self.dtype, parts, self._init)] if parts else []
+
     def slice(self, dim: int, start: int, length: int) -> Weight:
         """Entries `start` to `start` + `length` along dim; of a whole tensor only."""
+        return self._sliced(Ranges(dim, ((start, length),)))
+
+    def _sliced(self, share: Ranges) -> Weight:
         assert self.is_whole, self
-        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        part = WeightPart(self.pieces[0].checkpoint_name, self.shape, dim, start, length)
-        return Weight(self.name, shape, self.dtype, (part,), self._init)
+        name, parts, offset = self.pieces[0].checkpoint_name, [], 0
+        for start, length in share.ranges:
+            parts.append(WeightPart(name, self.shape, share.dim, start, length, offset))
+            offset += length
+        return Weight(self.name, share.shape(self.shape), self.dtype, tuple(parts), self._init)
+
+    def _stacked(self, share: Ranges) -> Weight:
+        """Of a tensor that stacks pieces of its entries (experts): as rows, [the rank's, ...]."""
+        own, inner = share.shape(self.shape), self.pieces[0].shape[1:]
+        dim = len(self.shape) - len(inner) - 1  # along which the pieces are: theirs are the dimensions from it on
+        parts: list[WeightPart] = []
+        for piece in self.pieces:
+            name, shape, (num_rows, *_) = piece.checkpoint_name, piece.shape, piece.shape
+            entry, first = divmod(piece.offset, self.shape[dim])
+            offset = 0  # of a range, in the rank's share
+            for start, length in share.ranges:
+                if share.dim > dim:
+                    parts.append(WeightPart(name, shape, share.dim - dim, start, length, offset, row=piece.offset))
+                elif share.dim < dim and start <= entry < start + length:
+                    row = (offset + entry - start) * own[dim] + first
+                    parts.append(WeightPart(name, shape, 0, 0, num_rows, row))
+                elif share.dim == dim and (both := range(max(start, first), min(start + length, first + num_rows))):
+                    row = entry * own[dim] + offset + both.start - start
+                    parts.append(WeightPart(name, shape, 0, both.start - first, len(both), row))
+                offset += length
+        last = own[dim + 1 :]
+        return Weight(self.name, (math.prod(own) // math.prod(last), *last), self.dtype, tuple(parts), self._init)
 
     @property
     def _init(self) -> Uniform:

@@ -163,10 +163,11 @@ def _gguf(model_type: str, native: tuple[str, Family] | None) -> str:
 
 
 def _fused(report: ModelReport) -> str:
-    """Residuals and norms ("layers"), attentions, MLPs: those that are ours, in a share of the layers if not in all."""
-    kinds = ("layers", "attentions", "mlps")
+    """Residuals and norms ("layers"), attentions, MLPs, experts: what is ours, in a share of the layers if not in
+    all."""
+    kinds = ("layers", "attentions", "mlps", "experts")
     shares = {kind: min(report.fused.get(kind, 0) / report.num_layers, 1.0) for kind in kinds}
-    if all(share == 1 for share in shares.values()):
+    if all(shares[kind] == 1 for kind in kinds[:3]) and not shares["experts"]:
         return "all"
     return ", ".join(kind if share == 1 else f"{kind} in {share:.0%}" for kind, share in shares.items() if share)
 

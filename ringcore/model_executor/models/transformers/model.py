@@ -21,6 +21,7 @@ from ringcore.model_executor.models.transformers.attention_calls import Attentio
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout, read_layouts
 from ringcore.model_executor.models.transformers.construction import make_buffers, module_of, on_meta
+from ringcore.model_executor.models.transformers.experts import EXPERTS, Experts
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.fusion.fused_model import Fusion
 from ringcore.model_executor.models.transformers.fusion.parts import local_attention
@@ -70,10 +71,11 @@ class TransformersModel(CausalLM):
         max_model_len: int,
         scheme_of: SchemeOf,
         stage: Stage = ONLY_STAGE,
+        expert_parallel: bool = False,
     ) -> None:
         """Raises `ModelLoadError` with the reason why the model cannot be computed here."""
         # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
-        self.stage = stage
+        self.stage, self._expert_parallel = stage, expert_parallel and tp.size > 1
         with refusals_of(spec), torch.inference_mode(False), torch.no_grad():
             self._build(spec, tp, dtype, max_model_len, scheme_of)
 
@@ -92,7 +94,10 @@ class TransformersModel(CausalLM):
         if self.stage.size > 1:
             chain = read_chain(body, self._fusion.recognised.layers, spec.num_layers, num_positions)
         replaced = self._fusion.replaced
-        shares = {} if tp.size == 1 else shard(model, layouts, tp.detached(), replaced)
+        self._experts, shares = Experts(model), {}
+        if tp.size > 1:
+            shares = shard(model, layouts, tp.detached(), replaced)
+            self._experts.split(layouts, tp, self._expert_parallel)
         on_rank = whole if tp.size == 1 else record(body, num_positions)
         make_buffers(model)
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
@@ -112,7 +117,9 @@ class TransformersModel(CausalLM):
         model.config._attn_implementation = _ATTENTION
         self._own_weights, self._num_attention_layers = _weights(layouts, shares, replaced), len(whole)
         self._staged: StagedBody | None = None
-        self.elsewhere: list[Weight] = []
+        self.elsewhere: list[Weight] = [
+            weight for layout in layouts.values() if layout.share for weight in layout.elsewhere()
+        ]
         if chain is not None:
             self._take_stage(body, chain, dtype)
         _log.info("%s by transformers: %s", spec.model_type, self.report())
@@ -121,7 +128,7 @@ class TransformersModel(CausalLM):
         fused = {f"{body.path}.{path}": weights for path, weights in self._fusion.weights().items()}
         weights = {weight.name: [weight] for weight in self._own_weights} | fused
         self._staged = staged = StagedBody(body, chain, self.stage, weights)
-        self.elsewhere = [one for name, of_name in weights.items() if not staged.has(name) for one in of_name]
+        self.elsewhere += [one for name, of_name in weights.items() if not staged.has(name) for one in of_name]
         self._own_weights = [weight for weight in self._own_weights if staged.has(weight.name)]
         self._fusion.keep(lambda path: staged.has(f"{body.path}.{path}"))
         self.attention_layers = [self.attention_layers[index] for index in staged.own]
@@ -133,7 +140,9 @@ class TransformersModel(CausalLM):
         return bool(self._model.tp_plan)
 
     def report(self) -> ModelReport:
-        return ModelReport("transformers", self._num_attention_layers, *self._fusion.counted())
+        counts, reasons = self._fusion.counted()
+        counts = counts | ({"experts": len(self._experts)} if len(self._experts) else {})
+        return ModelReport("transformers", self._num_attention_layers, counts, [*reasons, *self._experts.reasons()])
 
     def weights(self) -> Sequence[Weight]:
         return [*self._own_weights, *(weight for one in self._fusion.weights().values() for weight in one)]
@@ -166,8 +175,8 @@ class TransformersModel(CausalLM):
                 module._buffers[leaf] = None if buffer is None else buffer.to(device)
         for linear in self._linears():
             linear.bind(updatable, prefers_float32=linear is self._model.get_output_embeddings())
-        # The reference loops over the experts that were chosen, which asks for them on the host: not in a CUDA graph.
-        self._model.config._experts_implementation = "eager" if device.type == "cpu" else "batched_mm"
+        self._experts.bind(self._expert_parallel)
+        self._model.config._experts_implementation = EXPERTS
 
     def refresh(self) -> None:
         self._fusion.refresh()

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
+from ringcore.model_executor.models.transformers.checkpoint_layout import Ranges, TensorLayout
 from ringcore.model_executor.models.transformers.construction import module_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
 from ringcore.model_executor.weight import Weight
@@ -77,7 +77,7 @@ def shard(
         is_split = style in _STYLES and _STYLES[style][0] == 0
         if name not in fused and is_split and vector.dim() == 1 and len(vector) % tp.size == 0:
             length = len(vector) // tp.size
-            layouts[name] = replace(layouts[name], share=(tp.rank * length, length))
+            layouts[name] = replace(layouts[name], share=Ranges(0, ((tp.rank * length, length),)))
             module, leaf = module_of(model, name)
             module._parameters[leaf] = nn.Parameter(vector.new_empty(length), requires_grad=False)
     return shares

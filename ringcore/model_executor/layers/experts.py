@@ -1,0 +1,67 @@
+"""The experts of one layer on a rank, bound to its device: the experts function of native layers and of transformers'.
+
+Where experts are split over ranks, each has a share of every expert (tensor parallel) or some whole experts (expert
+parallel). All ranks have all tokens, since the attention before is reduced over them; what each rank's share adds is
+summed by one all-reduce, in both ways.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ringcore.distributed.parallel import TensorParallel
+from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, Routing
+from ringcore.model_executor import ops
+from ringcore.model_executor.layers.grouped_experts import grouped_experts
+
+__all__ = ["BoundExperts"]
+
+
+class BoundExperts:
+    def __init__(
+        self, matrices: ExpertMatrices, activate: Activate, tp: TensorParallel, normalise: Activate | None = None
+    ) -> None:
+        """tp: the ranks over which the experts are split; a single one where each rank has all of them. The tensors
+        are used as they are, so they may get new contents. normalise: of an expert's output, before its weight, which
+        is whole on one rank."""
+        self.matrices, self._activate, self._normalise, self._tp = matrices, activate, normalise, tp
+        self._has_kernels = ops.has_kernels(matrices.up.device)
+        if self._has_kernels:
+            from ringcore.kernels import experts
+
+            self._experts = experts.experts
+            self._counters = experts.new_expert_counters(matrices)
+
+    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """x: [n, hidden_size] -> the weighted sum over the experts of each token, of x's shape and dtype, equal on
+        every rank."""
+        if self._tp.size > 1:
+            return self._tp.all_reduce(self._partial(x, routing)).to(x.dtype)
+        if self._has_kernels:
+            return self._by_kernels(x, routing, torch.empty_like(x))
+        return self._grouped(x, routing).to(x.dtype)
+
+    def add_to(self, rows: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
+        """rows [n, hidden_size] += self(x, routing), rounded once."""
+        if self._tp.size > 1:
+            self._tp.all_reduce_add(self._partial(x, routing), rows)
+        elif self._has_kernels:
+            self._experts(
+                x, routing, self.matrices, self._activate, self._normalise, counters=self._counters, add_to=rows
+            )
+        else:
+            rows.add_(self._grouped(x, routing))
+
+    def _partial(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """What this rank's share adds, in float32."""
+        if self._has_kernels:
+            return self._by_kernels(x, routing, torch.empty(x.shape, dtype=torch.float32, device=x.device))
+        return self._grouped(x, routing)
+
+    def _by_kernels(self, x: torch.Tensor, routing: Routing, out: torch.Tensor) -> torch.Tensor:
+        return self._experts(
+            x, routing, self.matrices, self._activate, self._normalise, counters=self._counters, out=out
+        )
+
+    def _grouped(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return grouped_experts(x, routing, self.matrices, self._activate, self._normalise)

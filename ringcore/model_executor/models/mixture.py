@@ -1,0 +1,149 @@
+"""A mixture of experts in the place of an MLP: a router, and the experts that it chooses for each token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
+from ringcore.checkpoint.model_spec import ExpertsSpec
+from ringcore.distributed.parallel import TensorParallel
+from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
+from ringcore.model_executor import ops
+from ringcore.model_executor.layers.experts import BoundExperts
+from ringcore.model_executor.layers.norm import AnyNorm
+from ringcore.model_executor.models.decoder_layer import LayerInputs, Sublayer
+from ringcore.model_executor.residual import Residual
+from ringcore.model_executor.weight import Tensors, Uniform, Weight, WeightedLayer, WeightPart
+
+__all__ = ["Experts", "Mixture", "Router"]
+
+
+class Router(WeightedLayer):
+    """The largest probabilities of a softmax over all experts, whole on every rank.
+
+    The operations are those of transformers in its dtypes, so that near ties fall as they do there: rounded logits, a
+    softmax in float32, torch's own top-k.
+    """
+
+    def __init__(
+        self, name: str, checkpoint_name: str, spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype
+    ) -> None:
+        self._k, self._normalises = spec.num_experts_per_tok, spec.norm_topk_prob
+        shape = (spec.num_experts, hidden_size)
+        part = WeightPart(f"{checkpoint_name}.weight", shape, 0, 0, spec.num_experts)
+        self._declared = Weight(f"{name}.weight", shape, dtype, (part,), Uniform.of_fan_in(hidden_size))
+        self._weight: torch.Tensor
+
+    def weights(self) -> list[Weight]:
+        return [self._declared]
+
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        self._weight = tensors.pop(self._declared.name)
+
+    def __call__(self, x: torch.Tensor) -> Routing:
+        """x: [n, hidden_size]."""
+        logits = ops.linear(x, self._weight, None)
+        weights, experts = logits.softmax(-1, dtype=torch.float32).topk(self._k, -1)
+        if self._normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(experts, weights.to(logits.dtype))
+
+
+class Experts(WeightedLayer):
+    """The experts of a layer on one rank: a share of each, or whole ones, as one tensor for gate and up and one for
+    down, in which the checkpoint's matrices are stacked."""
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint_name: str,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        expert_parallel: bool,
+    ) -> None:
+        """checkpoint_name: of the mixture."""
+        self._tp, self._hidden, self._dtype, self._spec = tp, hidden_size, dtype, spec
+        self._names = name, checkpoint_name
+        num_ranks = tp.size if expert_parallel else 1
+        num_shares = 1 if expert_parallel else tp.size
+        assert spec.num_experts % num_ranks == 0, (spec, tp.size)
+        assert spec.intermediate_size % num_shares == 0, (spec, tp.size)
+        self._size = spec.intermediate_size // num_shares
+        self._start = tp.rank * self._size if num_shares > 1 else 0
+        num_own = spec.num_experts // num_ranks
+        first = tp.rank * num_own if num_ranks > 1 else 0
+        self._own = range(first, first + num_own)
+        self._bound: BoundExperts
+
+    def weights(self) -> Sequence[Weight]:
+        return self._weights(self._own)
+
+    def elsewhere(self) -> Sequence[Weight]:
+        others = [expert for expert in range(self._spec.num_experts) if expert not in self._own]
+        return self._weights(others) if others else []
+
+    def _weights(self, experts: Sequence[int]) -> list[Weight]:
+        """Of gate and up, and of down."""
+        name, of_inner = self._names[0], Uniform.of_fan_in(self._spec.intermediate_size)
+        up = (len(experts) * 2 * self._size, self._hidden)
+        down = (len(experts) * self._hidden, self._size)
+        of_up, of_down = tuple(self._parts_of_up(experts)), tuple(self._parts_of_down(experts))
+        return [
+            Weight(f"{name}.gate_up_proj.weight", up, self._dtype, of_up, Uniform.of_fan_in(self._hidden)),
+            Weight(f"{name}.down_proj.weight", down, self._dtype, of_down, of_inner),
+        ]
+
+    def _parts_of_up(self, experts: Sequence[int]) -> Iterator[WeightPart]:
+        shape, offset = (self._spec.intermediate_size, self._hidden), 0
+        for expert, matrix in itertools.product(experts, EXPERT_MATRICES[:2]):
+            name = f"{expert_matrix(self._names[1], expert, matrix)}.weight"
+            yield WeightPart(name, shape, 0, self._start, self._size, offset)
+            offset += self._size
+
+    def _parts_of_down(self, experts: Sequence[int]) -> Iterator[WeightPart]:
+        shape, hidden = (self._hidden, self._spec.intermediate_size), self._hidden
+        for i, expert in enumerate(experts):
+            name = f"{expert_matrix(self._names[1], expert, EXPERT_MATRICES[2])}.weight"
+            if self._size == self._spec.intermediate_size:
+                yield WeightPart(name, shape, 0, 0, hidden, i * hidden)
+            else:
+                yield WeightPart(name, shape, 1, self._start, self._size, row=i * hidden)
+
+    def bind(self, tensors: Tensors, updatable: bool = False) -> None:
+        up, down = (tensors.pop(weight.name) for weight in self.weights())
+        matrices = ExpertMatrices(
+            up.view(len(self._own), 2 * self._size, self._hidden),
+            down.view(len(self._own), self._hidden, self._size),
+            first=self._own.start,
+        )
+        self._bound = BoundExperts(matrices, ExpertGate(), self._tp)
+
+    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """x: [n, hidden_size] -> the weighted sum over the experts of each token: [n, hidden_size], equal on every
+        rank."""
+        return self._bound(x, routing)
+
+    def add_to(self, rows: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
+        """rows [n, hidden_size] += self(x, routing)."""
+        self._bound.add_to(rows, x, routing)
+
+
+class Mixture(Sublayer):
+    def __init__(self, router: Router, experts: Experts) -> None:
+        self.router, self.experts = router, experts
+
+    def layers(self) -> list[WeightedLayer]:
+        return [self.router, self.experts]
+
+    def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
+        x = hidden.normed(norm)
+        return self.experts(x, self.router(x))
+
+    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
+        x = hidden.normed(norm)
+        self.experts.add_to(stream.rows, x, self.router(x))
