@@ -136,7 +136,8 @@ def _present(config: Metadata, names: tuple[str, ...]) -> str:
 
 def _layer_width(config: Metadata) -> int:
     hidden, heads = config.integer(_present(config, _HIDDEN)), _largest(config, _HEADS, 1)
-    inner = _largest(config, _INNER, 4 * hidden) * _largest(config, _EXPERTS_PER_TOKEN, 1)
+    inner, k = _largest(config, _INNER, 4 * hidden), _largest(config, _EXPERTS_PER_TOKEN, 0)
+    inner = (inner + hidden) * k if k else inner  # an input and an output for each of its experts too
     return max(3 * inner, 6 * heads * _largest(config, ("head_dim",), -(-hidden // heads)))
 
 

@@ -24,10 +24,10 @@ def rows(tmp_path_factory):
 
 def test_what_serves_each_type(rows):
     served = {name: row["model_impl"] for name, row in rows.items()}
-    others = ["olmo2", "gemma2", "gpt_oss", "gpt2", "gemma3", "qwen3_moe"]
+    others = ["olmo2", "gemma2", "gpt_oss", "gpt2", "gemma3"]
     by_transformers = dict.fromkeys(others, "transformers")
     refused = dict.fromkeys(["mamba", "qwen3_next", "falcon", "bart", "nothing"], "refused")
-    assert served == {"llama": "native", **by_transformers, **refused}
+    assert served == {"llama": "native", "qwen3_moe": "native", **by_transformers, **refused}
 
 
 def test_what_is_seen_of_a_type(rows):
@@ -38,12 +38,12 @@ def test_what_is_seen_of_a_type(rows):
     assert [name for name, row in rows.items() if row["gguf"]] == ["llama", "gemma2", "gpt_oss", "gpt2", "qwen3_moe"]
     assert {row["kept_from_graphs"] for row in rows.values()} == {""}
     fused = [rows[name]["fused"] for name in ("olmo2", "qwen3_moe", "gpt2")]
-    assert fused == ["all", "layers, attentions", ""]  # experts are transformers' own
+    assert fused == ["all", "layers, attentions, experts", ""]
 
 
 def test_what_each_of_two_ranks_holds(rows):
     assert (rows["olmo2"]["share_of_two"], rows["gpt2"]["share_of_two"]) == (0.5, 1.0)
-    assert 0.9 < rows["qwen3_moe"]["share_of_two"] < 1  # the experts are whole on both
+    assert rows["qwen3_moe"]["share_of_two"] == 0.5  # but for the router, which is whole on both
 
 
 def test_why_a_type_is_refused(rows):

@@ -33,7 +33,8 @@ def _experts(
     top_k_weights: torch.Tensor,  # [num_tokens, k]
 ) -> torch.Tensor:
     bound: BoundExperts = module.ringcore
-    return bound(hidden_states.contiguous(), Routing(top_k_index, top_k_weights))
+    rows = hidden_states.to(bound.matrices.up.dtype).contiguous()
+    return bound(rows, Routing(top_k_index, top_k_weights)).to(hidden_states.dtype)
 
 
 ExpertsInterface.register(EXPERTS, _experts)

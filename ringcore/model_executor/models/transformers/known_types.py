@@ -156,10 +156,10 @@ def _kept_from_graphs(spec: TransformersSpec) -> str | None:
 
 
 def _gguf(model_type: str, native: tuple[str, Family] | None) -> str:
-    if native is not None:
-        family = native[1]
-        return "as another family" if family.gguf is None else family.gguf.name
-    return ", ".join(name for name, record in GGUF_ARCHITECTURES.items() if record.model_type == model_type)
+    if native is not None and native[1].gguf is not None:
+        return native[1].gguf.name
+    names = [name for name, record in GGUF_ARCHITECTURES.items() if record.model_type == model_type]
+    return ", ".join(names) or ("" if native is None else "as another family")
 
 
 def _fused(report: ModelReport) -> str:

@@ -1,0 +1,74 @@
+"""Mixtures of experts through the whole engine in float32: the tokens of transformers, by the native class and by
+transformers' modules, however the experts are divided and whatever happens to the workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from against_transformers import GREEDY, assert_equal
+from engine import generate, make_core, tokens
+from reference import differences
+from transformers_models import Saved, saved
+
+from ringcore.errors import ConfigError
+
+OPTIONS = {
+    "executor": "uniproc",
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 96,
+    "block_size": 4,
+    "kv_cache_bytes": 1 << 24,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Saved:
+    return saved("qwen3_moe", tmp_path_factory.mktemp("models"))
+
+
+def assert_generates(core, model: Saved) -> None:
+    outputs = generate(core, [entry.prompt_token_ids for entry in model.entries], GREEDY)
+    assert differences(model.entries, tokens(outputs)) == []
+
+
+def test_natively_in_chunks_two_steps_deep_cold_and_warm_asleep_and_updated(model):
+    """`test_any_causal_lm.py` has the same by transformers' modules."""
+    with make_core(model.path, steps_in_flight=2, enable_sleep_mode=True, **OPTIONS) as core:
+        assert core.ready.model is not None
+        assert core.ready.model.impl == "native"
+        assert_equal(model, core)
+        core.sleep()
+        core.wake_up()
+        assert_generates(core, model)
+        core.sleep(2)
+        core.wake_up()
+        core.reload_weights(model.path)
+        assert_generates(core, model)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_two_ranks_with_whole_experts_also_after_the_death_of_one(model, impl, is_long):
+    """By transformers' modules in the long form; threads have both in tests/model_executor/models/test_mixtures.py."""
+    if impl == "transformers" and not is_long:
+        pytest.skip("long form: --chaos-long")
+    ranks = OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 2, "expert_parallel": True}
+    with make_core(model.path, model_impl=impl, max_worker_restarts=1, **ranks) as core:
+        assert_generates(core, model)
+        os.kill(core.ready.pids["worker 1"], signal.SIGKILL)
+        assert_generates(core, model)
+
+
+def test_what_cannot_be_divided_is_refused_before_a_worker_starts(model, tiny_qwen2):
+    with pytest.raises(ConfigError, match="a Qwen2ForCausalLM has no experts; leave it out"):
+        make_core(tiny_qwen2, expert_parallel=True, **OPTIONS)
+    for impl in ("native", "transformers"):
+        three = OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 3, "model_impl": impl}
+        with pytest.raises(ConfigError, match="its 4 experts do not divide over tensor_parallel_size=3"):
+            make_core(model.path, expert_parallel=True, **three)
+    with pytest.raises(ConfigError, match="size 32 of an expert does not divide into 3 ranks; give expert_parallel"):
+        make_core(model.path, **OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 3})
