@@ -22,6 +22,7 @@ from ringcore.kernels.experts_configs import MAX_FEW_TOKENS, choose_grouped, max
 from ringcore.kernels.experts_sort import sort_pairs, sort_pairs_reference
 from ringcore.kernels.skinny_tiles import DotConfig
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = DotConfig(32, 32, 2, 2, 1, block_rows=16)
 SILU = ExpertGate()
 GPT_OSS = ExpertGate(alpha=1.702, limit=0.7, offset=1.0, is_interleaved=True)
@@ -250,3 +251,50 @@ def test_they_compile_for_sm90(tmp_path):
     assert done.returncode == 0, done.stderr
     kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 4, "weighted_sum_kernel False False": 1}
     assert Counter(done.stdout.splitlines()) == kernels
+
+
+@needs_gpu
+@pytest.mark.parametrize("n", [1, 3, 8, 40, 64, 65, 512, 3000])
+@pytest.mark.parametrize(("num_experts", "k", "hidden", "size"), [(128, 8, 2048, 768), (8, 2, 4096, 1792)])
+def test_shapes_of_models_as_they_are_chosen(device, num_experts, k, hidden, size, n):
+    """Of 16 bits: each number is rounded between the products and, for many tokens, after them."""
+    case = Case(device, num_experts, hidden, size)
+    matrices = ExpertMatrices(case.matrices.up.bfloat16(), case.matrices.down.bfloat16())
+    for kind in ("random", "one"):
+        x, routing = case.randn(n, hidden).bfloat16(), routed(kind, n, num_experts, k, device)
+        ours = experts(x, routing, matrices, SILU, out=torch.empty(n, hidden, device=device))
+        exact = in_pieces(x, routing, matrices)
+        assert (ours - exact).norm() < 0.01 * exact.norm()
+
+
+def in_pieces(x, routing, matrices):
+    """The reference gathers the matrices of every pair."""
+    pieces = [slice(first, first + 16) for first in range(0, len(x), 16)]
+    return torch.cat(
+        [
+            experts_reference(x[piece], Routing(routing.experts[piece], routing.weights[piece]), matrices, SILU)
+            for piece in pieces
+        ]
+    )
+
+
+@needs_gpu
+@pytest.mark.parametrize("n", [2, 40, 300])
+def test_a_graph_serves_every_routing(device, n):
+    case = Case(device, 16, 128, 64)
+    x, routing = case.randn(n, 128), routed("random", n, 16, 2, device)
+    counters = new_expert_counters(case.matrices)
+
+    def run():
+        return experts(x, routing, case.matrices, SILU, counters=counters)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for kind in ROUTINGS:
+        routing.experts.copy_(routed(kind, n, 16, 2, device).experts)
+        graph.replay()
+        expected = experts_reference(x, routing, case.matrices, SILU)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
