@@ -174,7 +174,7 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
         "max_num_queued_reqs max_num_queued_tokens", "'ringcore serve --max-concurrent-requests' bounds what waits here"
     ),
     **_all("speculative_config spec_method spec_model spec_tokens", "speculative decoding is not served; leave it out"),
-    **_all("enable_expert_parallel", "every rank has a part of each expert here; leave it out", False),
+    **_all("enable_expert_parallel", "it is expert_parallel here", False),
     **_all(
         "enable_ep_weight_filter moe_backend all2all_backend eplb_config enable_eplb expert_placement_strategy "
         "enable_elastic_ep elastic_ep_max_dp_size enable_return_routed_experts",

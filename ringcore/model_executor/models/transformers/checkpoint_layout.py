@@ -86,6 +86,8 @@ class TensorLayout:
 
     def elsewhere(self) -> list[Weight]:
         """The checkpoint's tensors that it consists of and of which the rank's share has nothing."""
+        if self.share is None:
+            return []
         own = {part.checkpoint_name for part in self.weight().parts}
         others = (piece for piece in self.pieces if piece.checkpoint_name not in own)
         parts = tuple(WeightPart(one.checkpoint_name, one.shape, 0, 0, one.shape[0]) for one in others)

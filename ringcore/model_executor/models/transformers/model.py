@@ -94,10 +94,7 @@ class TransformersModel(CausalLM):
         if self.stage.size > 1:
             chain = read_chain(body, self._fusion.recognised.layers, spec.num_layers, num_positions)
         replaced = self._fusion.replaced
-        self._experts, shares = Experts(model), {}
-        if tp.size > 1:
-            shares = shard(model, layouts, tp.detached(), replaced)
-            self._experts.split(layouts, tp, self._expert_parallel)
+        shares = self._split(model, layouts, tp)
         on_rank = whole if tp.size == 1 else record(body, num_positions)
         make_buffers(model)
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
@@ -117,12 +114,20 @@ class TransformersModel(CausalLM):
         model.config._attn_implementation = _ATTENTION
         self._own_weights, self._num_attention_layers = _weights(layouts, shares, replaced), len(whole)
         self._staged: StagedBody | None = None
-        self.elsewhere: list[Weight] = [
-            weight for layout in layouts.values() if layout.share for weight in layout.elsewhere()
-        ]
+        self.elsewhere: list[Weight] = [weight for layout in layouts.values() for weight in layout.elsewhere()]
         if chain is not None:
             self._take_stage(body, chain, dtype)
         _log.info("%s by transformers: %s", spec.model_type, self.report())
+
+    def _split(
+        self, model: PreTrainedModel, layouts: dict[str, TensorLayout], tp: TensorParallel
+    ) -> Mapping[str, Share]:
+        """Leaves the model this rank's share of what is not replaced."""
+        self._experts = Experts(model)
+        if tp.size == 1:
+            return {}
+        self._experts.split(layouts, tp, self._expert_parallel)
+        return shard(model, layouts, tp.detached(), self._fusion.replaced)
 
     def _take_stage(self, body: Body, chain: LayerChain, dtype: torch.dtype) -> None:
         fused = {f"{body.path}.{path}": weights for path, weights in self._fusion.weights().items()}
