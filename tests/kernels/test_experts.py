@@ -205,8 +205,9 @@ def test_more_tokens_as_they_are_chosen(device):
     Case(device, 3, 32, 32).check(70, config=None)
 
 
+@pytest.mark.timeout(3600)
 def test_every_count_of_tokens(device, is_long):
-    """The long form has all of 1 to 512, and all numbers of experts of 1 to 256."""
+    """The long form has all of 1 to 512, and all numbers of experts of 1 to 256: many minutes in the interpreter."""
     case = Case(device, 6, 16, 16)
     for n in range(1, 513) if is_long else (2, 15, 31, 63, 65):
         case.check(n)
