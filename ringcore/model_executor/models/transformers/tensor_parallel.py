@@ -1,9 +1,9 @@
 """Tensor parallelism by the model's own plan: its linears are replaced by this rank's share of them, and so are the
 embedding and the head where they are split alike.
 
-What the plan names in a way that is not a linear's (experts), what does not divide, and what it does not name is whole
-on every rank, and computed by every rank alike. Where only one of two linears that need each other could be split,
-their sizes do not fit, and the recorded pass over the split model fails.
+What the plan names in a way that is not a linear's, what does not divide, and what it does not name is whole on every
+rank, and computed by every rank alike; experts are split by `experts.py`. Where only one of two linears that need each
+other could be split, their sizes do not fit, and the recorded pass over the split model fails.
 """
 
 from __future__ import annotations
