@@ -33,7 +33,7 @@ def quantize_groups(values: torch.Tensor, number: str) -> tuple[torch.Tensor, to
     largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
     scales = largest / (448.0 if number == "fp8" else -8.0)
     scales = scales.abs() if number == "fp8" else scales
-    numbers = values * torch.where(scales == 0, 0.0, 1.0 / scales)
+    numbers = values / scales.masked_fill(scales == 0, 1.0)
     if number == "fp8":
         return numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scales.squeeze(-1)
     return numbers.round_().add_(8).clamp_(0, 15).to(torch.uint8), scales.squeeze(-1)
