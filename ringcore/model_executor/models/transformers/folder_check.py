@@ -16,6 +16,7 @@ from ringcore.errors import ModelLoadError, error_to_wire
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
 from ringcore.model_executor.models.transformers.construction import on_meta
+from ringcore.model_executor.models.transformers.quantized_linears import dense_names, quantized_shapes
 from ringcore.model_executor.models.transformers.refusal import refusals_of
 from ringcore.model_executor.models.transformers.text_part import keep_text
 from ringcore.model_executor.tensor_source import open_source
@@ -32,8 +33,8 @@ def check_folder(start: FolderCheckStart) -> None:
     with refusals_of(spec), torch.no_grad():
         model = on_meta(spec, torch.float32)
         left_out = keep_text(Body(model), spec.max_position_embeddings)
-        layouts = read_layouts(model, list(TensorIndex(spec.weight_files)))
-    expected = {name: shape for layout in layouts.values() for name, shape in layout.tensors.items()}
+        layouts = read_layouts(model, dense_names(TensorIndex(spec.weight_files), spec.quantization))
+    expected = quantized_shapes(model, layouts, spec.quantization)
     with open_source(files, 0, expected) as source:
         assert source.shapes is not None, files
         check_tensors(

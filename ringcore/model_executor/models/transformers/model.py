@@ -29,6 +29,7 @@ from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
 from ringcore.model_executor.models.transformers.needs import Need
+from ringcore.model_executor.models.transformers.quantized_linears import dense_names, replace_quantized
 from ringcore.model_executor.models.transformers.refusal import Refused, refusals_of
 from ringcore.model_executor.models.transformers.stages import LayerChain, StagedBody, read_chain
 from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
@@ -88,7 +89,7 @@ class TransformersModel(CausalLM):
         whole = record(body, num_positions)
         _check_calls(whole, spec.num_layers)
         calls = record_masked(body, num_positions)
-        layouts = read_layouts(model, list(TensorIndex(spec.weight_files)))
+        layouts = read_layouts(model, dense_names(TensorIndex(spec.weight_files), spec.quantization))
         self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size, num_positions)
         chain = None
         if self.stage.size > 1:
@@ -105,6 +106,7 @@ class TransformersModel(CausalLM):
             for call, layer in zip(on_rank, self.attention_layers, strict=True)
             if isinstance(layer, Attention)
         }
+        self._quantized = replace_quantized(model, layouts, replaced, spec.quantization, tp, dtype, scheme_of)
         _use_products(model, self._fusion.linears, tp)
         self._model, self._head = model, head_of(body)
         self._plain_head = check_head(self._head, model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
@@ -112,7 +114,7 @@ class TransformersModel(CausalLM):
             if isinstance(module, ParallelLinear | ParallelEmbedding):
                 module.tp = tp  # while the passes were recorded no other rank took part
         model.config._attn_implementation = _ATTENTION
-        self._own_weights, self._num_attention_layers = _weights(layouts, shares, replaced), len(whole)
+        self._own_weights, self._num_attention_layers = _weights(layouts, shares, {*replaced, *self._quantized}), len(whole)
         self._staged: StagedBody | None = None
         self.elsewhere: list[Weight] = [weight for layout in layouts.values() for weight in layout.elsewhere()]
         if chain is not None:
@@ -132,9 +134,11 @@ class TransformersModel(CausalLM):
     def _take_stage(self, body: Body, chain: LayerChain, dtype: torch.dtype) -> None:
         fused = {f"{body.path}.{path}": weights for path, weights in self._fusion.weights().items()}
         weights = {weight.name: [weight] for weight in self._own_weights} | fused
+        weights |= {f"{path}.weight": linear.weights() for path, linear in self._quantized.items()}
         self._staged = staged = StagedBody(body, chain, self.stage, weights)
         self.elsewhere += [one for name, of_name in weights.items() if not staged.has(name) for one in of_name]
         self._own_weights = [weight for weight in self._own_weights if staged.has(weight.name)]
+        self._quantized = {path: one for path, one in self._quantized.items() if staged.has(f"{path}.weight")}
         self._fusion.keep(lambda path: staged.has(f"{body.path}.{path}"))
         self.attention_layers = [self.attention_layers[index] for index in staged.own]
         staged.install(dtype)
@@ -150,7 +154,8 @@ class TransformersModel(CausalLM):
         return ModelReport("transformers", self._num_attention_layers, counts, [*reasons, *self._experts.reasons()])
 
     def weights(self) -> Sequence[Weight]:
-        return [*self._own_weights, *(weight for one in self._fusion.weights().values() for weight in one)]
+        of_ours = [*self._fusion.weights().values(), *(linear.weights() for linear in self._quantized.values())]
+        return [*self._own_weights, *(weight for one in of_ours for weight in one)]
 
     def may_ignore(self, checkpoint_name: str) -> bool:
         """Also what transformers leaves out by its model class (layers that only predict several tokens at once), and
@@ -168,6 +173,8 @@ class TransformersModel(CausalLM):
                 module._parameters[leaf] = nn.Parameter(tensor.view(empty.shape), requires_grad=False)
             else:
                 module._buffers[leaf] = tensor
+        for quantized in self._quantized.values():
+            quantized.layer.bind(seen, updatable)
         self._fusion.bind(seen, updatable)
         device = seen.device
         for name, source in self._model.all_tied_weights_keys.items():
@@ -185,6 +192,8 @@ class TransformersModel(CausalLM):
 
     def refresh(self) -> None:
         self._fusion.refresh()
+        for quantized in self._quantized.values():
+            quantized.layer.refresh()
         for linear in self._linears():
             linear.refresh()
 
