@@ -16,7 +16,7 @@ from ringcore.kernels.skinny_measured import MEASURED
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
 from ringcore.kernels.skinny_times import fastest_dot
 
-__all__ = ["MAX_ROWS", "choose", "choose_split_k"]
+__all__ = ["MAX_ROWS", "choose", "choose_packed", "choose_split_k"]
 
 # Ends of the ranges of rows that share a configuration: 1, 2 to 4, 5 to 16 and so on. Within a range, a row's result is
 # independent of the number of rows.
@@ -27,6 +27,8 @@ _SMALL_WEIGHT = 1 << 22  # numbers
 _MAX_SPLIT_K_ROWS = 256  # more rows were not measured in whole passes, where the norm reduces the partials
 _MANY_WEIGHTS = 12288  # rows of a weight
 _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 rows
+
+_EXPANDED_TILES = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
 
 
 @functools.cache
@@ -41,6 +43,26 @@ def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool =
     measured = MEASURED.get((num_outputs, num_inputs, is_gated), {})
     largest = next((largest for largest in measured if end <= largest), None)
     return _by_rule(num_outputs, num_inputs, is_gated, end) if largest is None else measured[largest]
+
+
+@functools.cache
+def choose_packed(
+    num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False, along_inputs: bool = True
+) -> Config | None:
+    """As `choose`, of a quantized weight, for any number of rows; None: there are none. along_inputs: its codes are
+    contiguous along the inputs.
+
+    By the rules of dense weights. On no GPU were these measured with quantized ones.
+    """
+    if num_rows < 1:
+        return None
+    if num_rows <= _MAX_FMA_ROWS and along_inputs:
+        end = next(end for end in _RANGES if num_rows <= end)
+        return _fma_by_rule(num_outputs, num_inputs, is_gated, end)
+    num_weights = num_outputs * (2 if is_gated else 1)
+    if num_rows <= _MAX_DOT_ROWS:
+        return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2)
+    return _EXPANDED_TILES
 
 
 @functools.cache

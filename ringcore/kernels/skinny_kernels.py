@@ -1,8 +1,8 @@
 """The two kernels of `skinny_linear`: FMA sums for up to 4 rows, tensor cores for more.
 
-Both read a weight once, as rows of [num_outputs, num_inputs], and both may prefetch weights before they wait for the
-kernel before them (`dependent_launch`). A gated weight is [2 * num_outputs, num_inputs]: the rows of the gate
-projection, then those of the up projection.
+Both read a weight once, as rows of [num_outputs, num_inputs], expanded as they are loaded where it is quantized
+(`weight_tiles`), and both may prefetch weights before they wait for the kernel before them (`dependent_launch`). A
+gated weight is [2 * num_outputs, num_inputs]: the rows of the gate projection, then those of the up projection.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton.language as tl
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.prefetch import prefetch_l2
+from ringcore.kernels.weight_tiles import DENSE, load_packed
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
 
@@ -21,6 +22,7 @@ TRIGGER_FIRST = 1
 TRIGGER_LATE = 2
 
 _LATE = tl.constexpr(TRIGGER_LATE)
+_DENSE = tl.constexpr(DENSE)
 
 
 @triton.jit
@@ -30,6 +32,27 @@ def _load(pointers, in_bounds, is_whole: tl.constexpr):
         found = tl.load(pointers)
     else:
         found = tl.load(pointers, mask=in_bounds, other=0.0)
+    return found
+
+
+@triton.jit
+def _weights(
+    tile,  # pointers of a dense weight
+    in_bounds,
+    weight,
+    packed,
+    rows,
+    at,
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    is_whole: tl.constexpr,
+    layout: tl.constexpr,
+):
+    """A tile of outputs and inputs, from input `at` on: of a dense weight in its dtype and the shape of `tile`."""
+    if layout[0] == _DENSE:
+        found = _load(tile + at, in_bounds, is_whole)
+    else:
+        found = load_packed(weight, packed, rows, at, num_inputs, block_inputs, layout)
     return found
 
 
@@ -46,7 +69,8 @@ def _add3(a0, a1, a2, b0, b1, b2):
 @triton.jit(do_not_specialize=["num_outputs"])
 def fma_kernel(
     x,  # [num_rows, num_inputs]
-    weight,  # [num_outputs, num_inputs], or gated
+    weight,  # [num_outputs, num_inputs], or gated; or its codes
+    packed,  # see `tile_arguments`
     gain,  # [num_inputs], read where has_norm
     bias,  # [num_outputs], or gated; read where has_bias
     out,  # [num_rows, num_outputs]
@@ -64,6 +88,7 @@ def fma_kernel(
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
     pdl: tl.constexpr,
+    layout: tl.constexpr,  # of the weight: see `tile_arguments`
 ) -> None:
     """A program holds the weights of block_outputs outputs in registers, for all rows. Out-of-bounds rows and outputs
     are clamped to the last ones; their results are not stored.
@@ -79,14 +104,17 @@ def fma_kernel(
     # Offsets within a program fit in 32 bits, those within an LM head do not.
     tile = weight + first.to(tl.int64) * num_inputs + (clamped[:, None] * num_inputs)[None, :, :] + columns
     up_tile = tile + num_outputs.to(tl.int64) * num_inputs
+    of_rows = first + clamped
+    up_rows = num_outputs + of_rows
     x += (rows * num_inputs)[:, None, None] + columns
     gain += columns
     targets = out + rows[:, None] * num_outputs + (first + clamped)[None, :]
     if pdl and pdl != _LATE:
         gdc_launch_dependents()
-    w = _load(tile, columns < num_inputs, is_whole)
+    in_bounds = columns < num_inputs
+    w = _weights(tile, in_bounds, weight, packed, of_rows, 0, num_inputs, block_inputs, is_whole, layout)
     if is_gated:
-        u = _load(up_tile, columns < num_inputs, is_whole)
+        u = _weights(up_tile, in_bounds, weight, packed, up_rows, 0, num_inputs, block_inputs, is_whole, layout)
     if has_norm:
         g = _load(gain, columns < num_inputs, is_whole)
     if has_bias:
@@ -108,14 +136,15 @@ def fma_kernel(
         z = u.to(tl.float32) * v
     for at in tl.static_range(block_inputs, num_inputs, block_inputs):
         in_bounds = columns < num_inputs - at
-        w = _load(tile + at, in_bounds, is_whole)
+        w = _weights(tile, in_bounds, weight, packed, of_rows, at, num_inputs, block_inputs, is_whole, layout)
         v = _load(x + at, in_bounds, is_whole).to(tl.float32)
         if has_norm:
             squares += v * v
             v = v * _load(gain + at, in_bounds, is_whole).to(tl.float32)
         y += w.to(tl.float32) * v
         if is_gated:
-            z += _load(up_tile + at, in_bounds, is_whole).to(tl.float32) * v
+            u = _weights(up_tile, in_bounds, weight, packed, up_rows, at, num_inputs, block_inputs, is_whole, layout)
+            z += u.to(tl.float32) * v
     if has_norm:
         squares = tl.broadcast_to(squares, [block_rows, block_outputs, block_inputs])
         if is_gated:
@@ -175,7 +204,8 @@ def _epilogue(
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
 def dot_kernel(
     x,  # [num_rows, num_inputs]
-    weight,  # [num_outputs, num_inputs], or gated
+    weight,  # [num_outputs, num_inputs], or gated; or its codes
+    packed,  # see `tile_arguments`
     bias,  # [num_outputs], or gated; read where has_bias
     out,  # [num_rows, num_outputs]
     partials,  # [splits, tiles, block_weights, block_rows] float32, of any content
@@ -196,6 +226,7 @@ def dot_kernel(
     prefetched_inputs: tl.constexpr,  # inputs of each weight row that are prefetched to L2 before the wait
     threads: tl.constexpr,  # block_outputs or more
     pdl: tl.constexpr,
+    layout: tl.constexpr,  # of the weight: see `tile_arguments`
 ) -> None:
     """Program (i, j, k) sums split j of the inputs (split-K) for outputs tile i and row block k. With several splits
     the program that arrives last at the tile's counter reduces all partials, always in the same order."""
@@ -229,9 +260,10 @@ def dot_kernel(
         gdc_wait()
     total = tl.zeros([block_weights, block_rows], tl.float32)
     for at in tl.range(first, last, block_inputs, num_stages=num_stages):
-        w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
+        of_inputs = steps[None, :] < num_inputs - at
+        w = _weights(tile, of_inputs, weight, packed, weight_rows, at, num_inputs, block_inputs, is_whole, layout)
         v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
-        total = tl.dot(w, v, total, input_precision="ieee")
+        total = tl.dot(w.to(v.dtype), v, total, input_precision="ieee")
     if splits == 1:
         _epilogue(
             *(total, weight_rows, bias, out, rows, num_rows, num_outputs),

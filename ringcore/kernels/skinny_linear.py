@@ -14,6 +14,7 @@ import triton
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
+from ringcore.kernels.weight_tiles import PackedWeight, tile_arguments
 
 __all__ = [
     "Activation",
@@ -37,7 +38,7 @@ class RowNorm(NamedTuple):
     eps: float
 
 
-def new_split_k_counters(weight: torch.Tensor) -> torch.Tensor:
+def new_split_k_counters(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
     """The arrival counters by which programs of one outputs tile of `weight` find the last one: 0 before and after a
     launch."""
     tiles = triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS) * _MAX_ROW_BLOCKS
@@ -46,7 +47,7 @@ def new_split_k_counters(weight: torch.Tensor) -> torch.Tensor:
 
 def skinny_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | PackedWeight,
     config: Config,
     *,
     bias: torch.Tensor | None = None,
@@ -58,8 +59,9 @@ def skinny_linear(
 ) -> torch.Tensor:
     """x W^T + b, accumulated in float32 and rounded once; `config`: from `skinny_configs.choose`.
 
-    x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, bias: [num_weights]; all contiguous. n is 1 to 4
-    for an `FmaConfig`, which alone takes a norm, and up to four times its block_rows for a `DotConfig`.
+    x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, or quantized, bias: [num_weights]; all
+    contiguous. n is 1 to 4 for an `FmaConfig`, which alone takes a norm, and up to four times its block_rows for a
+    `DotConfig`, or any number without splits.
     norm: prologue, of each row of x, which may then be float32; the normalised row is not rounded before the product.
     activation: epilogue; the weight's first half is a gate: the result is activation(first half) * second half.
     add_to: epilogue; [n, num_outputs], also float32; the result is added to it, in place, and rounded once, as the sum.
@@ -76,7 +78,7 @@ def skinny_linear(
         assert out is None, "give add_to or out, not both"
         out = add_to
     if out is None:
-        out = weight.new_empty(num_rows, num_outputs)
+        out = x.new_empty(num_rows, num_outputs, dtype=weight.dtype)
     assert weight.shape[1] == num_inputs, (weight.shape, x.shape)
     assert activation is None or len(weight) % 2 == 0, weight.shape
     assert weight.dtype == x.dtype or (norm is not None and x.dtype == torch.float32), (weight.dtype, x.dtype)
@@ -84,7 +86,7 @@ def skinny_linear(
     assert bias is None or bias.shape == (len(weight),), (bias.shape, weight.shape)
     assert out.data_ptr() != x.data_ptr(), "out must not be x: other programs still read it"
     for tensor in (x, weight, bias, out):
-        assert tensor is None or tensor.is_contiguous(), "tensors must be contiguous"
+        assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
     options: dict[str, Any] = {
         "is_whole": num_inputs % config.block_inputs == 0,
         "has_bias": bias is not None,
@@ -92,11 +94,12 @@ def skinny_linear(
         "is_gelu": activation == "gelu_tanh",
         "adds": add_to is not None,
         "num_warps": config.num_warps,
+        **tile_arguments(weight),
         **launch_options(supports_pdl(x.device)),
     }
-    bias = weight if bias is None else bias
+    bias = x if bias is None else bias
     if isinstance(config, FmaConfig):
-        _launch_fma(x, weight, bias, out, norm, config, options)
+        _launch_fma(x, bias, out, norm, config, options)
     else:
         assert norm is None, "only an FmaConfig takes a norm"
         _launch_dot(x, weight, bias, out, counters, config, options)
@@ -105,7 +108,6 @@ def skinny_linear(
 
 def _launch_fma(
     x: torch.Tensor,
-    weight: torch.Tensor,
     bias: torch.Tensor,
     out: torch.Tensor,
     norm: RowNorm | None,
@@ -119,13 +121,12 @@ def _launch_fma(
     assert norm is None or (gain.shape == (num_inputs,) and gain.is_contiguous()), gain.shape
     pdl = TRIGGER_LATE if config.trigger_late else TRIGGER_FIRST
     fma_kernel[(triton.cdiv(num_outputs, config.block_outputs),)](
-        x,
-        weight,
-        gain,
-        bias,
-        out,
-        num_outputs,
-        eps,
+        x=x,
+        gain=gain,
+        bias=bias,
+        out=out,
+        num_outputs=num_outputs,
+        eps=eps,
         num_rows=num_rows,
         block_rows=triton.next_power_of_2(num_rows),
         num_inputs=num_inputs,
@@ -139,7 +140,7 @@ def _launch_fma(
 
 def _launch_dot(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | PackedWeight,
     bias: torch.Tensor,
     out: torch.Tensor,
     counters: torch.Tensor | None,
@@ -150,7 +151,7 @@ def _launch_dot(
     num_outputs = out.shape[1]
     block_rows = max(16, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
-    assert 1 <= num_rows <= _MAX_ROW_BLOCKS * config.block_rows, (num_rows, config)
+    assert 1 <= num_rows <= _MAX_ROW_BLOCKS * config.block_rows or config.splits == 1, (num_rows, config)
     assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config
     output_tiles, row_tiles = triton.cdiv(num_outputs, block_outputs), triton.cdiv(num_rows, block_rows)
     partials = out
@@ -160,14 +161,13 @@ def _launch_dot(
         counters = new_split_k_counters(weight) if counters is None else counters
         assert counters.numel() >= output_tiles * row_tiles, (counters.shape, output_tiles, row_tiles)
     dot_kernel[(output_tiles, config.splits, row_tiles)](
-        x,
-        weight,
-        bias,
-        out,
-        partials,
-        out if counters is None or config.splits == 1 else counters,
-        num_rows,
-        num_outputs,
+        x=x,
+        bias=bias,
+        out=out,
+        partials=partials,
+        counters=out if counters is None or config.splits == 1 else counters,
+        num_rows=num_rows,
+        num_outputs=num_outputs,
         block_rows=block_rows,
         num_inputs=num_inputs,
         block_inputs=config.block_inputs,
@@ -181,8 +181,11 @@ def _launch_dot(
     )
 
 
-def num_prefetched_inputs(weight: torch.Tensor, config: DotConfig) -> int:
-    """Inputs of each weight row that are prefetched: as `config` says, or 0 where rows are not aligned to 16 bytes."""
+def num_prefetched_inputs(weight: torch.Tensor | PackedWeight, config: DotConfig) -> int:
+    """Inputs of each weight row that are prefetched: as `config` says, or 0 where rows are not aligned to 16 bytes, or
+    quantized."""
+    if isinstance(weight, PackedWeight):
+        return 0
     elements = 16 // weight.element_size()
     are_aligned = weight.shape[1] % elements == 0 and weight.data_ptr() % 16 == 0
     assert config.prefetched_inputs % elements == 0, config

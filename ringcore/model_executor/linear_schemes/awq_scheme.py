@@ -40,4 +40,4 @@ class AwqScheme(LinearScheme):
             zeros=derived.make(lambda: unpacked(stored, 4).index_select(1, columns).t().to(torch.int16)),
             derived=derived,
         )
-        return quantized_product(matrix, bias, updatable)
+        return quantized_product(matrix, shard, bias, updatable)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 
-__all__ = ["AwqCodes", "ByteCodes", "Codes", "WordCodes", "awq_columns", "unpacked"]
+__all__ = ["AwqCodes", "ByteCodes", "Codes", "HalvesCodes", "WordCodes", "awq_columns", "unpacked"]
 
 
 class Codes(ABC):
@@ -56,6 +57,31 @@ class WordCodes(Codes):
 
     def numbers(self, first: int, end: int) -> torch.Tensor:
         return unpacked(self.words[first:end], self.bits)[:, : self.shape[1]].float()
+
+
+class HalvesCodes(Codes):
+    """As a CPU expands them fastest: of 4 bits a byte has a number of the first half of the inputs in its lower nibble,
+    and one of the second half in the other; of 8 bits a byte a number. [num_outputs, bytes] uint8."""
+
+    def __init__(self, packed: torch.Tensor, bits: int, num_inputs: int) -> None:
+        self._packed, self.bits = packed, bits
+        self.shape = (len(packed), num_inputs)
+
+    @classmethod
+    def of(cls, codes: Codes, order: torch.Tensor | None) -> Self:
+        """order: of the inputs, where it is not their own."""
+        numbers = codes.numbers(0, codes.shape[0]).to(torch.uint8)
+        numbers = numbers if order is None else numbers.index_select(1, order)
+        if codes.bits == 4:
+            first, second = torch.nn.functional.pad(numbers, (0, codes.shape[1] % 2)).chunk(2, 1)
+            numbers = first | second << 4
+        return cls(numbers, codes.bits, codes.shape[1])
+
+    def numbers(self, first: int, end: int) -> torch.Tensor:
+        packed = self._packed[first:end]
+        if self.bits == 8:
+            return packed.float()
+        return torch.cat((packed & 15, packed >> 4), 1)[:, : self.shape[1]].float()
 
 
 class AwqCodes(Codes):

@@ -50,7 +50,7 @@ class CodesScheme(LinearScheme):
         rounding = None
         if self.format.inputs is not None:
             rounding = InputRounding.of(self.format.inputs, shard, tensors.get("input_scale"))
-        return quantized_product(matrix, bias, updatable, rounding)
+        return quantized_product(matrix, shard, bias, updatable, rounding)
 
     def _scales(self, shard: LinearShard, stored: torch.Tensor, derived: Derived) -> torch.Tensor:
         """[num_outputs, groups]."""

@@ -50,4 +50,4 @@ class GptqScheme(LinearScheme):
             zeros=derived.make(zeros),
             derived=derived,
         )
-        return quantized_product(matrix, bias, updatable)
+        return quantized_product(matrix, shard, bias, updatable)

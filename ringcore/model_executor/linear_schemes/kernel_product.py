@@ -1,9 +1,11 @@
-"""The product of 16-bit weights on a GPU: few rows by fused kernels (`skinny_linear`), many rows by cuBLAS."""
+"""The product on a GPU: of 16-bit weights few rows by fused kernels (`skinny_linear`), many rows by cuBLAS; of
+quantized weights any rows by the kernels, which expand them in their tiles."""
 
 from __future__ import annotations
 
 import functools
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +13,10 @@ from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
+from ringcore.model_executor.weight import Derived
+
+if TYPE_CHECKING:
+    from ringcore.kernels.weight_tiles import PackedWeight
 
 __all__ = ["KernelProduct", "sums_in_float32"]
 
@@ -20,16 +26,23 @@ _log = logging.getLogger(__name__)
 class KernelProduct(Product):
     """A fused kernel rounds once, at its end."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
-        """out_dtype: of `__call__`, for a linear without bias; None: the weight's."""
+    def __init__(
+        self,
+        weight: torch.Tensor | PackedWeight,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+        derived: Derived | None = None,
+    ) -> None:
+        """out_dtype: of `__call__`, for a linear without bias; None: the weight's. derived: of a quantized weight."""
         from ringcore.kernels import skinny_configs, skinny_linear, skinny_tiles
 
         assert bias is None or out_dtype is None
-        self.weight = weight.contiguous()
+        self.weight = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
+        self._derived = derived
         self._bias = bias
         self._out_dtype = out_dtype
         self._counters = skinny_linear.new_split_k_counters(weight)
-        self._choose = skinny_configs.choose
+        self._choose = skinny_configs.choose if isinstance(weight, torch.Tensor) else weight.choose
         self._choose_split_k = skinny_configs.choose_split_k
         self._takes_norm = skinny_tiles.FmaConfig
         self._row_norm = skinny_linear.RowNorm
@@ -57,6 +70,7 @@ class KernelProduct(Product):
         if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
             rows.add_(self._by_cublas(x))
             return
+        assert isinstance(self.weight, torch.Tensor), "a quantized weight is for kernels alone"
         num_splits = self._choose_split_k(*self.weight.shape, len(x))
         if num_splits > 1:
             hidden.defer_add(_split_k_linear(x, self.weight, num_splits))
@@ -67,6 +81,10 @@ class KernelProduct(Product):
         out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
         fused = self._by_kernel(x, out=out)
         return self._by_cublas(x) if fused is None else fused
+
+    def refresh(self) -> None:
+        if self._derived is not None:
+            self._derived.refresh()
 
     def _by_kernel(
         self,
@@ -104,6 +122,7 @@ class KernelProduct(Product):
         )
 
     def _by_cublas(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert isinstance(self.weight, torch.Tensor), "a quantized weight is for kernels alone"
         if self._out_dtype is not None and x.is_cuda:
             return torch.mm(x, self.weight.t(), out_dtype=self._out_dtype, out=out)
         product = torch.nn.functional.linear(x, self.weight, self._bias)

@@ -98,4 +98,4 @@ class OnLoadScheme(LinearScheme):
             else WordCodes(codes, 4, shard.inputs.length)
         )
         matrix = QuantizedMatrix(stored, scales, Groups(encoding.group), zero=8 if self.format.number == "int4" else 0)
-        return quantized_product(matrix, bias, updatable)
+        return quantized_product(matrix, shard, bias, updatable)

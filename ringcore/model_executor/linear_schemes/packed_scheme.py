@@ -46,7 +46,7 @@ class PackedScheme(LinearScheme):
             zeros=self._zeros(shard, tensors["weight_zero_point"], derived) if self.format.has_zeros else None,
             derived=derived,
         )
-        return quantized_product(matrix, bias, updatable)
+        return quantized_product(matrix, shard, bias, updatable)
 
     def _zeros(self, shard: LinearShard, words: torch.Tensor, derived: Derived) -> torch.Tensor:
         """words: [num_outputs / per_word, groups]."""

@@ -25,6 +25,10 @@ class Groups:
     offset: int = 0
     index: torch.Tensor | None = None
 
+    def are_whole(self, num_inputs: int) -> bool:
+        """Whether they are consecutive, and none is incomplete."""
+        return self.index is None and self.offset == 0 and num_inputs % self.size == 0
+
     def of_inputs(self, num_inputs: int, device: torch.device) -> torch.Tensor:
         """[num_inputs] int64."""
         if self.index is not None:
@@ -60,6 +64,10 @@ class QuantizedMatrix:
         end = self.num_outputs if end is None else end
         scales, zeros = self.scales[first:end], None if self.zeros is None else self.zeros[first:end]
         numbers = self.codes.numbers(first, end)
+        if scales.shape[1] > 1 and self.groups.are_whole(self.num_inputs):
+            grouped = numbers.view(len(numbers), -1, self.groups.size)
+            grouped = grouped.sub_(self.zero if zeros is None else zeros.unsqueeze(-1))
+            return grouped.mul_(scales.unsqueeze(-1)).flatten(1)
         if scales.shape[1] > 1:
             groups = self.groups.of_inputs(self.num_inputs, scales.device)
             scales = scales.index_select(1, groups)

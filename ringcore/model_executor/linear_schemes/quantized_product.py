@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import torch
 
-from ringcore.model_executor.linear_schemes.expanding_product import cpu_product
+from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes.expanding_product import cpu_product, integer_product
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
+from ringcore.model_executor.linear_schemes.shard import LinearShard
 
 __all__ = ["quantized_product"]
 
 
 def quantized_product(
-    matrix: QuantizedMatrix, bias: torch.Tensor | None, updatable: bool, rounding: InputRounding | None = None
+    matrix: QuantizedMatrix,
+    shard: LinearShard,
+    bias: torch.Tensor | None,
+    updatable: bool,
+    rounding: InputRounding | None = None,
 ) -> Product:
     """rounding: of the inputs, before the product."""
-    if rounding is None:
-        return cpu_product(matrix, bias, updatable)
-    return RoundedInputs(cpu_product(matrix, None, updatable), rounding, bias)
+    inner_bias = bias if rounding is None else None
+    inner: Product
+    if ops.has_kernels(matrix.scales.device):
+        from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
+
+        inner = KernelProduct(packed_weight(matrix, shard.dtype), inner_bias, derived=matrix.derived)
+    else:
+        by_integers = None
+        if rounding is not None and rounding.format.number == "int8" and rounding.format.scale != "group":
+            by_integers = integer_product(matrix)
+        inner = by_integers or cpu_product(matrix, inner_bias, shard.dtype, updatable)
+    return inner if rounding is None else RoundedInputs(inner, rounding, bias)

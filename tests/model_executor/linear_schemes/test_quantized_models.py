@@ -32,8 +32,8 @@ def saved(tmp_path_factory):
     return make
 
 
-def logits_of(model):
-    return DenseRun(model, MAX_LEN, 1).step({0: IDS})
+def logits_of(model, dtype="float32"):
+    return DenseRun(model, MAX_LEN, 1, dtype).step({0: IDS})
 
 
 def agree(found, expected, kind):
@@ -51,6 +51,14 @@ def test_logits_are_those_of_the_expanded_model(saved, kind, size):
     folder, expected = saved(kind)
     for found in on_all_ranks(size, lambda tp: logits_of(load(folder, tp))):
         agree(found, expected, kind)
+
+
+@pytest.mark.parametrize("kind", ["w4", "w4 asym order", "awq", "gptq order", "w8 asym", "int8", "fp8 block"])
+def test_16_bits(saved, kind):
+    """By torch's operators for bfloat16 where they take the matrix: 8 bits of mantissa at every step."""
+    folder, expected = saved(kind)
+    found = logits_of(load(folder, dtype=torch.bfloat16), "bfloat16")
+    assert (found - expected).abs().mean() < (0.08 if kind in ROUNDS_INPUTS else 0.03) * expected.std()
 
 
 @pytest.mark.parametrize("kind", KINDS)

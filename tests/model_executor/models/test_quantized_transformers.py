@@ -24,7 +24,8 @@ def tiny(kind):
     """With norms after its sublayers, which no native family has."""
     options = {
         "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": MAX_LEN, "tie_word_embeddings": False, "eos_token_id": 2, "pad_token_id": 0,
+        "num_attention_heads": 4, "max_position_embeddings": MAX_LEN, "tie_word_embeddings": False,
+        "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     torch.manual_seed(5)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**options)).eval()

@@ -114,7 +114,10 @@ class TransformersModel(CausalLM):
             if isinstance(module, ParallelLinear | ParallelEmbedding):
                 module.tp = tp  # while the passes were recorded no other rank took part
         model.config._attn_implementation = _ATTENTION
-        self._own_weights, self._num_attention_layers = _weights(layouts, shares, {*replaced, *self._quantized}), len(whole)
+        self._own_weights, self._num_attention_layers = (
+            _weights(layouts, shares, {*replaced, *self._quantized}),
+            len(whole),
+        )
         self._staged: StagedBody | None = None
         self.elsewhere: list[Weight] = [weight for layout in layouts.values() for weight in layout.elsewhere()]
         if chain is not None:

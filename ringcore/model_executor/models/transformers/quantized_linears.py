@@ -78,7 +78,7 @@ def quantized_shapes(
     model: PreTrainedModel, layouts: Mapping[str, TensorLayout], quantization: Quantization | None
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors of the checkpoint, by their names."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, layout in layouts.items():
         path, _, leaf = name.rpartition(".")
         matrix = layout.pieces[0].checkpoint_name.removesuffix(".weight")
@@ -100,7 +100,7 @@ def replace_quantized(
     dtype: torch.dtype,
     scheme_of: SchemeOf,
 ) -> dict[str, QuantizedLinear]:
-    """Puts ours in the place of every quantized linear, whole or this rank's share, but those of `replaced`; -> by path.
+    """Puts ours in the place of every quantized linear but those of `replaced`; -> by path.
 
     Raises `Refused` for a quantized head.
     """

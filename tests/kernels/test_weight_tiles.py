@@ -1,0 +1,140 @@
+"""Products of quantized weights by the kernels of a skinny linear, against their expansion in plain torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from quantized_checkpoints import store
+
+from ringcore.checkpoint import quantization as formats
+from ringcore.kernels.skinny_linear import RowNorm, skinny_linear, skinny_linear_reference
+from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
+from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
+from ringcore.model_executor.linear_schemes.schemes import schemes_of
+from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
+
+FMA, DOT = FmaConfig(4, 64, 1), DotConfig(32, 64, 2, 2, 1)
+SPLIT, BLOCKS = DotConfig(32, 32, 2, 2, 3), DotConfig(32, 128, 2, 2, 1, block_rows=16)
+FORMATS = {
+    "fp8 block": formats.CodesFormat("fp8", "block", (32, 16), "weight_scale_inv"),
+    "fp8 channel": formats.CodesFormat("fp8", "channel"),
+    "int8": formats.CodesFormat("int8", "channel"),
+    "w4": formats.PackedFormat(4, 32),
+    "w4 asym": formats.PackedFormat(4, 32, True),
+    "w4 channel": formats.PackedFormat(4, None),
+    "w4 asym order": formats.PackedFormat(4, 32, True, True),
+    "w8 asym": formats.PackedFormat(8, 32, True),
+    "awq": formats.AwqFormat(32),
+    "gptq": formats.GptqFormat(4, 32),
+    "gptq order": formats.GptqFormat(4, 32, True),
+    "gptq 8 order": formats.GptqFormat(8, 32, True),
+}
+
+
+class _Seen(Exception):
+    pass
+
+
+def packed(kind, weight, device, monkeypatch, dtype=torch.float32, start=0, length=None):
+    """(the weight as the kernels take it, its expansion); of a share of the inputs where a length is given."""
+    stored = store(kind, weight)
+    num_outputs, num_inputs = weight.shape
+    inputs = InputSlice(num_inputs, start, length or num_inputs)
+    shard = LinearShard("layer", (OutputSlice("m", num_outputs, 0, num_outputs),), inputs, dtype)
+    rule = formats.Rule(["Linear"], FORMATS[kind])
+    scheme = schemes_of(formats.Quantization("test", [rule]))("m")
+    tensors = {}
+    for suffix, declared in scheme.weights(shard).items():
+        part = declared.parts[0]
+        tensor = stored.tensors[suffix].narrow(part.dim, part.start, part.length)
+        tensors[suffix] = tensor.to(declared.dtype).contiguous().to(device)
+    seen = []
+
+    def see(matrix, *_):
+        seen.append(matrix)
+        raise _Seen
+
+    monkeypatch.setattr(sys.modules[type(scheme).__module__], "quantized_product", see)
+    with pytest.raises(_Seen):
+        scheme.product(shard, tensors, None, True)
+    expanded = stored.expanded[:, start : start + inputs.length]
+    torch.testing.assert_close(seen[0].expanded().cpu(), expanded, rtol=1e-6, atol=1e-6)
+    return packed_weight(seen[0], dtype), expanded.to(device)
+
+
+def random(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("config", [FMA, DOT, SPLIT, BLOCKS], ids=["fma", "dot", "split", "blocks"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_product(device, kind, config, monkeypatch):
+    weight, expanded = packed(kind, random(40, 128), device, monkeypatch)
+    x = random(2 if config is FMA else 20, 128, seed=2).to(device)
+    expected = skinny_linear_reference(x, expanded)
+    torch.testing.assert_close(skinny_linear(x, weight, config), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["w4 asym", "awq", "gptq", "fp8 block"])
+def test_prologue_and_epilogues(device, kind, monkeypatch):
+    weight, expanded = packed(kind, random(32, 96), device, monkeypatch)
+    x, hidden, bias = random(3, 96, seed=2).to(device), random(3, 16, seed=3).to(device), random(32).to(device)
+    options = {"bias": bias, "activation": "silu"}
+    norm = RowNorm(random(96, seed=4).to(device), 1e-5)
+    for config, more in ((FMA, {"norm": norm}), (DOT, {}), (SPLIT, {})):
+        expected = skinny_linear_reference(x, expanded, add_to=hidden.clone(), **options, **more)
+        found = skinny_linear(x, weight, config, add_to=hidden.clone(), **options, **more)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["w4 asym", "gptq order", "fp8 block"])
+@pytest.mark.parametrize("config", [FMA, DOT], ids=["fma", "dot"])
+def test_a_share_that_begins_within_a_group(device, kind, config, monkeypatch):
+    weight, expanded = packed(kind, random(16, 96), device, monkeypatch, start=48, length=48)
+    x = random(2, 48, seed=2).to(device)
+    expected = skinny_linear_reference(x, expanded)
+    torch.testing.assert_close(skinny_linear(x, weight, config), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_codes_of_every_value(device):
+    """All bytes as FP8, but NaN, and as INT8."""
+    from ringcore.model_executor.linear_schemes.codes import ByteCodes
+    from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
+
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 127) != 127].repeat(16, 1)
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        matrix = QuantizedMatrix(ByteCodes(codes.view(dtype).to(device)), torch.ones(16, 1, device=device), Groups(254))
+        exact = codes.view(dtype).float()
+        assert torch.equal(matrix.expanded().cpu(), exact)
+        x = torch.eye(254)[::16].contiguous().to(device)
+        for config in (DOT, DotConfig(16, 16, 1, 1, 1)):
+            found = skinny_linear(x, packed_weight(matrix, torch.float32), config)
+            assert torch.equal(found.cpu(), exact[:, ::16].t())
+
+
+def test_the_product_of_a_model(device, monkeypatch):
+    """The product takes the kernels where there are some: few rows and many."""
+    from ringcore.attention.context import NO_TOKEN_CONTEXT
+    from ringcore.model_executor import ops
+
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    for kind in ("awq", "w4"):
+        with monkeypatch.context() as patch:
+            _, expanded = packed(kind, random(16, 64), device, patch)
+        shard = LinearShard("layer", (OutputSlice("m", 16, 0, 16),), InputSlice.whole(64), torch.float32)
+        scheme = schemes_of(formats.Quantization("test", [formats.Rule(["Linear"], FORMATS[kind])]))("m")
+        tensors = {name: tensor.to(device) for name, tensor in store(kind, random(16, 64)).tensors.items()}
+        product = scheme.product(shard, tensors, random(16).to(device), True)
+        assert isinstance(product, KernelProduct)
+        for n in (1, 3, 70):
+            x = random(n, 64, seed=n).to(device)
+            expected = x @ expanded.T + random(16).to(device)
+            torch.testing.assert_close(product(x, NO_TOKEN_CONTEXT), expected, rtol=1e-4, atol=1e-4)
