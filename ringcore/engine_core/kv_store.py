@@ -71,6 +71,7 @@ def _namespace(config: EngineConfig, ranks: Sequence[KVCacheConfig]) -> bytes:
         "version": __version__,  # another one may compute a layer in another way
         "model": model_fingerprint(config.model.files, config.model.seed),
         "implementation": config.model.model_impl,
+        "quantization": config.model.spec.quantization,
         "groups": [rank.groups for rank in ranks],  # of each rank: layers, heads, sizes, dtypes, windows
         "stages": layout.num_stages,
         "ranks": layout.ranks_per_stage,
