@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quantized_checkpoints import store
+from test_precompile import run
 
 from ringcore.checkpoint import quantization as formats
 from ringcore.kernels.skinny_linear import RowNorm, skinny_linear, skinny_linear_reference
@@ -73,8 +74,10 @@ def random(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("config", [FMA, DOT, SPLIT, BLOCKS], ids=["fma", "dot", "split", "blocks"])
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [*((kind, config) for kind in FORMATS for config in (FMA, SPLIT)), ("w4 asym", BLOCKS), ("gptq", DOT)],
+)
 def test_product(device, kind, config, monkeypatch):
     weight, expanded = packed(kind, random(40, 128), device, monkeypatch)
     x = random(2 if config is FMA else 20, 128, seed=2).to(device)
@@ -138,3 +141,30 @@ def test_the_product_of_a_model(device, monkeypatch):
             x = random(n, 64, seed=n).to(device)
             expected = x @ expanded.T + random(16).to(device)
             torch.testing.assert_close(product(x, NO_TOKEN_CONTEXT), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_they_are_compiled_for_a_gpu(tmp_path):
+    """What the interpreter lets pass, the compiler may not. In a separate process, where Triton does not interpret."""
+    script = """
+        import torch, triton_for_sm90
+        from ringcore.kernels.precompile import compile_variants, intercept_launches
+        from ringcore.kernels.skinny_linear import skinny_linear
+        from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
+        from ringcore.kernels.weight_tiles import BYTES_FP8, COLUMNS, NIBBLES, PackedWeight
+
+        codes, scales, x = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 2), torch.zeros(1, 256).bfloat16()
+        index, zeros = torch.zeros(256, dtype=torch.int32), torch.zeros(64, 2, dtype=torch.int16)
+
+        def packed(form, **options):
+            return PackedWeight(codes, scales, (64, 256), torch.bfloat16, form, 256, group_size=128, **options)
+
+        fma, dot = FmaConfig(4, 256, 2), DotConfig(64, 128, 4, 4, 2)
+        with intercept_launches() as intercepted:
+            skinny_linear(x, packed(BYTES_FP8), fma)
+            skinny_linear(x, packed(NIBBLES, zero=8), dot)
+            skinny_linear(x, packed(NIBBLES, zeros=zeros, index=index, word_bytes=256), dot)
+            skinny_linear(x, packed(COLUMNS, columns=index[:64], zeros=zeros), dot)
+        compile_variants(list(intercepted.values()), torch.device("cpu"), 2)
+        print(len(intercepted))
+    """
+    assert run(script, tmp_path) == "4\n"

@@ -49,19 +49,15 @@ def agree(found, expected, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_expanded_model(saved, kind, size):
     folder, expected = saved(kind)
+    files = find_model(folder)
+    check_checkpoint(files, read_model_spec(files, FAMILIES), FAMILIES)
     for found in on_all_ranks(size, lambda tp: logits_of(load(folder, tp))):
         agree(found, expected, kind)
 
 
-@pytest.mark.parametrize("kind", ["w4", "w4 asym order", "awq", "gptq order", "w8 asym", "int8", "fp8 block"])
+@pytest.mark.parametrize("kind", ["w4 asym order", "awq", "w8 asym", "int8"])
 def test_16_bits(saved, kind):
     """By torch's operators for bfloat16 where they take the matrix: 8 bits of mantissa at every step."""
     folder, expected = saved(kind)
     found = logits_of(load(folder, dtype=torch.bfloat16), "bfloat16")
     assert (found - expected).abs().mean() < (0.08 if kind in ROUNDS_INPUTS else 0.03) * expected.std()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_checkpoint_passes_its_check(saved, kind):
-    files = find_model(saved(kind)[0])
-    check_checkpoint(files, read_model_spec(files, FAMILIES), FAMILIES)
