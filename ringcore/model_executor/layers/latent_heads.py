@@ -11,14 +11,15 @@ from ringcore.model_executor.linear_schemes.fused import FusedMatrices
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
-from ringcore.model_executor.weight import Tensors, Weight, WeightedLayer
+from ringcore.model_executor.weight import Derived, Tensors, Weight, WeightedLayer
 
 __all__ = ["LatentHeads"]
 
 
 class LatentHeads(WeightedLayer):
     """See `LatentUpProjection`. One matrix, [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], head by head
-    the rows of its key and then of its value: it is multiplied from either side, so it is never packed."""
+    the rows of its key and then of its value: it is multiplied from either side, so it is never packed, and a quantized
+    one is expanded."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class LatentHeads(WeightedLayer):
         self._matrices = FusedMatrices(shard, scheme_of)
         self._num_outputs = sum(part.length for part in outputs)
         self.qk_nope_head_dim, self.v_head_dim = qk_nope_head_dim, v_head_dim
+        self._dtype, self._rank, self._derived = dtype, kv_lora_rank, Derived()
         self._product: Product
         self._matrix: torch.Tensor  # [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]
 
@@ -43,13 +45,21 @@ class LatentHeads(WeightedLayer):
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         own = {weight.name: tensors.pop(weight.name) for weight in self.weights()}
-        assert len(own) <= 1, "a dense matrix"
-        for matrix in own.values():  # none in the sample pass of a fusion, which expands heads alone
-            self._matrix = matrix.view(-1, self.qk_nope_head_dim + self.v_head_dim, matrix.shape[1])
+        stored = list(own.values())  # none in the sample pass of a fusion, which expands heads alone
         self._product = self._matrices.bind(own, updatable=True)
+        if stored:
+            is_dense = len(stored) == 1 and stored[0].dtype == self._dtype
+            matrix = stored[0] if is_dense else self._derived.make(lambda: self._expanded(stored[0].device))
+            self._matrix = matrix.view(-1, self.qk_nope_head_dim + self.v_head_dim, self._rank)
+
+    def _expanded(self, device: torch.device) -> torch.Tensor:
+        """The matrix, as its product with every unit vector."""
+        units = torch.eye(self._rank, dtype=self._dtype, device=device)
+        return self._product(units, NO_TOKEN_CONTEXT).t().contiguous()
 
     def refresh(self) -> None:
         self._product.refresh()
+        self._derived.refresh()
 
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
         keys = self._matrix[:, : self.qk_nope_head_dim]
