@@ -10,6 +10,7 @@ from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
+from ringcore.model_executor.linear_schemes.scaled_product import ScaledProduct
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 
 __all__ = ["quantized_product"]
@@ -34,4 +35,11 @@ def quantized_product(
         if rounding is not None and rounding.format.number == "int8" and rounding.format.scale != "group":
             by_integers = integer_product(matrix)
         inner = by_integers or cpu_product(matrix, inner_bias, shard.dtype, updatable)
-    return inner if rounding is None else RoundedInputs(inner, rounding, bias)
+    if rounding is None:
+        return inner
+    return RoundedInputs(inner, rounding, bias, _scaled(matrix, shard, rounding))
+
+
+def _scaled(matrix: QuantizedMatrix, shard: LinearShard, rounding: InputRounding) -> ScaledProduct | None:
+    form = rounding.format
+    return ScaledProduct.of(matrix, shard.dtype) if form.number == "fp8" and form.scale != "group" else None

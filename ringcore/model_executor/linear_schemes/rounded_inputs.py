@@ -10,6 +10,7 @@ import torch
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.quantization import InputFormat
 from ringcore.model_executor.linear_schemes.product import Product
+from ringcore.model_executor.linear_schemes.scaled_product import ScaledProduct
 from ringcore.model_executor.linear_schemes.shard import LinearShard, Maxima
 
 __all__ = ["InputRounding", "RoundedInputs"]
@@ -67,14 +68,22 @@ class InputRounding:
 class RoundedInputs(Product):
     """Where a row has one scale, the inner product is of its codes, which any float dtype holds exactly."""
 
-    def __init__(self, inner: Product, rounding: InputRounding, bias: torch.Tensor | None) -> None:
-        """inner: without a bias."""
-        self._inner, self._rounding, self._bias = inner, rounding, bias
+    def __init__(
+        self,
+        inner: Product,
+        rounding: InputRounding,
+        bias: torch.Tensor | None,
+        scaled: ScaledProduct | None = None,
+    ) -> None:
+        """inner: without a bias. scaled: what multiplies the codes of many rows, where there is one."""
+        self._inner, self._rounding, self._bias, self._scaled = inner, rounding, bias, scaled
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         codes, scales = self._rounding(x)
         if self._rounding.format.scale == "group":
             product = self._inner((codes * scales).to(x.dtype), tokens)
+        elif self._scaled is not None and len(x) >= self._scaled.MIN_ROWS:
+            product = self._scaled(codes, scales, x.dtype)
         else:
             product = (self._inner(codes.to(x.dtype), tokens).float() * scales).to(x.dtype)
         if self._bias is not None:
