@@ -107,17 +107,13 @@ class TransformersModel(CausalLM):
             if isinstance(layer, Attention)
         }
         self._quantized = replace_quantized(model, layouts, replaced, spec.quantization, tp, dtype, scheme_of)
+        replaced = replaced | self._quantized.keys()
         _use_products(model, self._fusion.linears, tp)
         self._model, self._head = model, head_of(body)
         self._plain_head = check_head(self._head, model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
-        for module in model.modules():
-            if isinstance(module, ParallelLinear | ParallelEmbedding):
-                module.tp = tp  # while the passes were recorded no other rank took part
+        _take_part(model, tp)
         model.config._attn_implementation = _ATTENTION
-        self._own_weights, self._num_attention_layers = (
-            _weights(layouts, shares, {*replaced, *self._quantized}),
-            len(whole),
-        )
+        self._own_weights, self._num_attention_layers = _weights(layouts, shares, replaced), len(whole)
         self._staged: StagedBody | None = None
         self.elsewhere: list[Weight] = [weight for layout in layouts.values() for weight in layout.elsewhere()]
         if chain is not None:
@@ -252,6 +248,13 @@ def _attention_layers(
             )
         layers.append(local_attention(call, index, *heads))
     return layers
+
+
+def _take_part(model: PreTrainedModel, tp: TensorParallel) -> None:
+    """From now on with the other ranks, which took no part while the passes were recorded."""
+    for module in model.modules():
+        if isinstance(module, ParallelLinear | ParallelEmbedding):
+            module.tp = tp
 
 
 def _use_products(model: PreTrainedModel, names: Collection[str], tp: TensorParallel) -> None:
