@@ -189,6 +189,24 @@ def test_on_load(tmp_path):
         read(tmp_path / "o", AWQ, "fp8")
 
 
+def test_experts_are_dense(tmp_path):
+    model = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    }
+    expert = "model.layers.0.mlp.experts.0.up_proj"
+    found = read(tmp_path / "a", None, "int4", **model)
+    assert found.format_of(Q_PROJ) is not None
+    assert found.format_of(expert) is None
+    with pytest.raises(ModelLoadError, match="'quantization_config' quantizes experts, which are computed dense"):
+        read(tmp_path / "b", AWQ, **model)
+    ignoring = with_(AWQ, modules_to_not_convert=["mlp.experts", "mlp.gate"])
+    assert read(tmp_path / "c", ignoring, **model).format_of(expert) is None
+
+
 def test_shares_that_cut_a_word_are_refused(tmp_path):
     """32 hidden, 4 heads of 8, 2 KV heads, 64 inner: groups may be cut, words may not."""
     folder = model_folder(tmp_path / "m", quantization_config=with_(PACKED), head_dim=6, intermediate_size=40)
