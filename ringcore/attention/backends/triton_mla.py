@@ -8,7 +8,7 @@ expanded keys and values, a few heads at a time, by the prefill kernel.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["TritonMLABackend"]
 
 _MAX_EXPANDED = 1 << 24  # numbers of keys and values that exist at a time, unless one head has more
+_MAX_GATHERED = 1 << 14  # cached rows that are copied at a time
 _PAGE = 64  # tokens of a page of expanded keys and values
 _HEAD_MULTIPLE, _MAX_HEAD_SIZE = 8, 256  # of the prefill kernel
 _MAX_RANK = 512
@@ -49,6 +50,18 @@ class _Expanded:
     blocks: torch.Tensor | None  # [num_blocks] int32, of its rows; None: all are of the step
     seq_len: int
     lengths: torch.Tensor  # [3] int32: 0, the number of its tokens in the step, seq_len
+
+    def pieces(self, rows: torch.Tensor, kv_cache: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The rows of all its tokens, some at a time, with their positions. rows: of the step."""
+        if self.blocks is None:
+            yield slice(0, self.seq_len), rows[self.tokens]
+            return
+        block_size = kv_cache.shape[1]
+        first = 0
+        for blocks in torch.split(self.blocks, max(1, _MAX_GATHERED // block_size)):
+            piece = kv_cache.index_select(0, blocks).flatten(0, 1)[: self.seq_len - first]
+            yield slice(first, first + len(piece)), piece
+            first += len(piece)
 
 
 class _Step(NamedTuple):
@@ -165,11 +178,7 @@ class TritonMLABackend(LatentBackend):
         if plan.decodes is not None:
             self._decode_into(plan.decodes, query, up, kv_cache, layer, out)
         for item in plan.others:
-            if item.blocks is None:
-                context = rows[item.tokens]
-            else:
-                context = kv_cache.index_select(0, item.blocks).flatten(0, 1)[: item.seq_len]
-            self._expanded_forward(item, context, query[item.tokens], up, layer, out[item.tokens])
+            self._expanded_forward(item, query[item.tokens], rows, kv_cache, up, layer, out[item.tokens])
         return out
 
     def _decode_into(
@@ -204,8 +213,9 @@ class TritonMLABackend(LatentBackend):
     def _expanded_forward(
         self,
         item: _Expanded,
-        context: torch.Tensor,
         query: torch.Tensor,
+        rows: torch.Tensor,
+        kv_cache: torch.Tensor,
         up: LatentUpProjection,
         layer: AttentionSpec,
         out: torch.Tensor,
@@ -215,19 +225,23 @@ class TritonMLABackend(LatentBackend):
         slots = torch.arange(item.seq_len, device=device)
         table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
         starts, seq_lens = item.lengths[:2], item.lengths[2:]
-        shared = context[:, None, self.spec.kv_lora_rank :]
         size, v_size = _padded(query.shape[2]), _padded(up.v_head_dim)
         step = max(1, _MAX_EXPANDED // (num_pages * _PAGE * (size + v_size)))
         for first in range(0, self.num_heads, step):
             heads = slice(first, min(first + step, self.num_heads))
-            keys, values = up.expanded(context[:, : self.spec.kv_lora_rank], heads)
-            keys = torch.cat((keys, shared.expand(-1, keys.shape[1], -1)), 2)
-            pages = query.new_empty(self._page_shape(num_pages, keys.shape[1], _PAGE, size, v_size))
-            self._kv_write(_widened(keys, size), _widened(values, v_size), pages, slots)
+            pages = query.new_empty(self._page_shape(num_pages, heads.stop - first, _PAGE, size, v_size))
+            for places, piece in item.pieces(rows, kv_cache):
+                keys, values = self._expanded(piece, up, heads)
+                self._kv_write(_widened(keys, size), _widened(values, v_size), pages, slots[places])
             queries = _widened(query[:, heads], size)
             longest = item.tokens.stop - item.tokens.start
             attended = self._prefill(queries, pages, table, seq_lens, starts, layer.scale, max_query_len=longest)
             out[:, heads] = attended[..., : up.v_head_dim]
+
+    def _expanded(self, rows: torch.Tensor, up: LatentUpProjection, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = up.expanded(rows[:, : self.spec.kv_lora_rank], heads)
+        shared = rows[:, None, self.spec.kv_lora_rank :].expand(-1, keys.shape[1], -1)
+        return torch.cat((keys, shared), 2), values
 
 
 def _padded(size: int) -> int:
