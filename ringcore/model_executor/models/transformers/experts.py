@@ -44,9 +44,9 @@ class Experts:
     """Of all modules of a model that transformers computes through its interface."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """model: on meta."""
-        self._model = model
-        self._forms = {name: form_of(module) for name, module in model.named_modules() if is_experts(module)}
+        """model: on meta, with the layers of all stages."""
+        self._modules: dict[str, Any] = {name: one for name, one in model.named_modules() if is_experts(one)}
+        self._forms = {name: form_of(module) for name, module in self._modules.items()}
         self._tp: dict[str, TensorParallel] = {}  # of those that are split
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Experts:
 
     def reasons(self) -> list[str]:
         """Why some activations are not an epilogue of a product."""
-        own = (self._model.get_submodule(name) for name, form in self._forms.items() if form.gate is None)
+        own = (self._modules[name] for name, form in self._forms.items() if form.gate is None)
         names = dict.fromkeys(type(module).__name__ for module in own)
         return [f"{name} has an activation of its own between its products" for name in names]
 
@@ -65,7 +65,7 @@ class Experts:
         if expert_parallel and not self._forms:
             raise Refused("expert_parallel=True, and it has no experts of transformers' interface to split")
         for name, form in self._forms.items():
-            module = self._model.get_submodule(name)
+            module = self._modules[name]
             shares = _whole_experts(module, tp) if expert_parallel else _shares_of_each(module, form, tp)
             for leaf, ranges in shares.items():
                 layouts[f"{name}.{leaf}"] = replace(layouts[f"{name}.{leaf}"], share=ranges)
@@ -77,7 +77,7 @@ class Experts:
     def bind(self, expert_parallel: bool) -> None:
         """After the tensors of the modules are bound; those of other stages have none."""
         for name, form in self._forms.items():
-            module: Any = self._model.get_submodule(name)
+            module = self._modules[name]
             if module.down_proj.device.type == "meta":
                 continue
             tp = self._tp.get(name, SingleRank())
