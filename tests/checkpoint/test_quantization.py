@@ -221,3 +221,15 @@ def test_shares_that_cut_a_word_are_refused(tmp_path):
     )
     spec = read_model_spec(find_model(folder, "dummy"), FAMILIES)
     assert "k_proj' is 12 outputs, and its tensor 'qweight' packs 8" in refused_shares(spec, 2)
+
+
+def test_experts_and_their_router_are_dense(tmp_path):
+    mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [0]}
+    on_load = read(tmp_path, None, "int4", **mixture)
+    experts = [f"model.layers.1.mlp.{name}" for name in ("gate", "experts.0.gate_proj", "experts.3.down_proj")]
+    assert [on_load.format_of(name) for name in experts] == [None] * 3
+    assert None not in [on_load.format_of(name) for name in (Q_PROJ, "model.layers.0.mlp.gate_proj")]
+    kept = with_(PACKED, ignore=["lm_head", "re:.*experts.*"])
+    assert read(tmp_path, kept, **mixture).format_of(Q_PROJ) == PackedFormat(4, 16)
+    with pytest.raises(ModelLoadError, match="'quantization_config' quantizes experts, which are computed dense"):
+        read(tmp_path, PACKED, **mixture)
