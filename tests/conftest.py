@@ -51,6 +51,10 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     """Where processes share the files: the longest first, so that no other waits for one of them at the end."""
+    if not config.option.chaos_long:
+        for item in items:
+            if item.get_closest_marker("long_form"):
+                item.add_marker(pytest.mark.skip(reason="part of the long form"))
     if hasattr(config, "workerinput"):
         places = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: places.get(item.path.name, len(places)))

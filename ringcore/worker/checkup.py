@@ -15,10 +15,11 @@ import msgspec
 
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.host.resources import Host
-from ringcore.kv_cache.spec import FullAttentionSpec
+from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, MLASpec
 from ringcore.protocol.finding import CheckDone, Finding, Level
 
 if TYPE_CHECKING:
+    from ringcore.attention.spec import AttentionSpec
     from ringcore.worker.platforms.platform import Platform
 
 __all__ = ["gpu_findings", "main"]
@@ -111,14 +112,24 @@ def _triton() -> Iterator[Finding]:
 
 
 def _attention() -> Iterator[Finding]:
-    from ringcore.attention.backends import BACKENDS
     from ringcore.attention.spec import AttentionSpec
 
+    dtype = _platform().resolve_dtype("auto", "bfloat16")
+    of_heads = FullAttentionSpec(16, num_kv_heads=8, head_size=128, dtype=dtype)
+    yield from _backends(False, of_heads, AttentionSpec(num_heads=32, scale=128**-0.5))
+    of_latents = AttentionSpec(num_heads=32, scale=192**-0.5, expanded_sizes=(192, 128))
+    yield from _backends(True, MLASpec(16, 512, 64, dtype), of_latents)
+
+
+def _backends(has_latents: bool, spec: KVCacheSpec, layer: AttentionSpec) -> Iterator[Finding]:
+    """Those that attend over pages of heads, or of latents."""
+    from ringcore.attention.backend import LatentBackend
+    from ringcore.attention.backends import BACKENDS
+
     platform = _platform()
-    spec = FullAttentionSpec(16, num_kv_heads=8, head_size=128, dtype=platform.resolve_dtype("auto", "bfloat16"))
-    layers = [AttentionSpec(num_heads=32, scale=128**-0.5)]
-    reasons = {name: backend.refusal(spec, layers, platform.device) for name, backend in BACKENDS.items()}
-    usable = [name for name in platform.attention_backends if reasons[name] is None]
+    backends = {name: one for name, one in BACKENDS.items() if issubclass(one, LatentBackend) == has_latents}
+    reasons = {name: backend.refusal(spec, [layer], platform.device) for name, backend in backends.items()}
+    usable = [name for name in platform.attention_backends if name in reasons and reasons[name] is None]
     for name, reason in reasons.items():
         if reason is None:
             chosen = "; auto takes it" if usable[:1] == [name] else ""

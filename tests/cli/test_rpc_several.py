@@ -35,11 +35,10 @@ def pids(folder):
         options |= {"load_format": "dummy", "max_model_len": 64}
         return EngineCoreClient(EngineConfig.from_options(model=folder, **options))
 
-    with (
-        start(executor="fake_engine:FakeMultiproc", tensor_parallel_size=2) as first,
-        start(executor="fake_engine:FakeUniproc") as second,
-    ):
-        yield [one.wait_ready().pids["engine"] for one in (first, second)]
+    with start(executor="fake_engine:FakeMultiproc", tensor_parallel_size=2) as first:
+        pids = [first.wait_ready().pids["engine"]]  # engines are listed in the order of their pids
+        with start(executor="fake_engine:FakeUniproc") as second:
+            yield [*pids, second.wait_ready().pids["engine"]]
 
 
 @pytest.fixture(autouse=True)

@@ -51,11 +51,10 @@ def test_natively_in_chunks_two_steps_deep_cold_and_warm_asleep_and_updated(mode
         assert_generates(core, model)
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("impl", ["native", "transformers"])
-def test_two_ranks_with_whole_experts_also_after_the_death_of_one(model, impl, is_long):
-    """By transformers' modules in the long form; threads have both in tests/model_executor/models/test_mixtures.py."""
-    if impl == "transformers" and not is_long:
-        pytest.skip("long form: --chaos-long")
+def test_two_ranks_with_whole_experts_also_after_the_death_of_one(model, impl):
+    """The short form has ranks as threads, in tests/model_executor/models/test_mixtures.py."""
     ranks = OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 2, "expert_parallel": True}
     with make_core(model.path, model_impl=impl, max_worker_restarts=1, **ranks) as core:
         assert_generates(core, model)

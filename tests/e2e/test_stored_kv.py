@@ -123,6 +123,7 @@ def test_groups_with_windows(tiny_qwen2: str, tmp_path: Path) -> None:
         assert stats(core).num_hit_tokens > 200
 
 
+@pytest.mark.long_form
 def test_latents(tmp_path: Path) -> None:
     model = saved("deepseek_v3", tmp_path).path
     prompts = [[token % VOCABULARY for token in prompt] for prompt in PROMPTS[:4] + LONGER[:4]]

@@ -59,6 +59,19 @@ def hosts_of(pids: dict[str, int]) -> list[str]:
     return [name.split(" on ")[1] for name in pids if " on " in name]
 
 
+def test_two_ranks_on_two_nodes(nodes):
+    two = make(nodes, 2, ray_resources={"slot": 1})
+    try:
+        two.start()
+        first, second = hosts_of(two.pids())
+        assert first != second
+        assert two.collective_rpc("environment", ["CUDA_VISIBLE_DEVICES"]) == [None, None]
+        assert two.execute_model(step(1)).result(BOUND_S).step == 1
+    finally:
+        two.shutdown()
+
+
+@pytest.mark.long_form
 def test_a_service_goes_on_when_a_node_is_killed(nodes, tmp_path):
     """Requests in flight are computed again, with the same tokens."""
     folder = make_model_folder(tmp_path)
@@ -96,6 +109,7 @@ def test_too_few_resources_are_counted(nodes):
     assert caught.value.details == {"needed": {"GPU": 5}, "available": {"GPU": 4}}
 
 
+@pytest.mark.long_form
 def test_a_job_goes_on_when_a_node_is_killed(nodes, tmp_path):
     """Its lines in flight are answered by others, each once, with the texts of a job without Ray."""
     folder = make_model_folder(tmp_path)

@@ -215,6 +215,7 @@ def test_every_count_of_tokens(device, is_long):
         Case(device, num_experts, 16, 16).check(11, min(num_experts, 4))
 
 
+@pytest.mark.long_form
 def test_they_compile_for_sm90(tmp_path):
     """In tensor-core instructions, which the interpreter does not know, and without spilled registers."""
     script = """

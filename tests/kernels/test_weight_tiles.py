@@ -143,6 +143,7 @@ def test_the_product_of_a_model(device, monkeypatch):
             torch.testing.assert_close(product(x, NO_TOKEN_CONTEXT), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long_form
 def test_they_are_compiled_for_a_gpu(tmp_path):
     """What the interpreter lets pass, the compiler may not. In a separate process, where Triton does not interpret."""
     script = """

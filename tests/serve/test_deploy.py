@@ -36,7 +36,7 @@ def parsed(arguments, monkeypatch) -> dict[str, Any]:
     """What the engines and the server would be given."""
     asked = {}
 
-    async def serve(model, engine, service, listening, end_s, access_log):
+    async def serve(model, engine, service, listening, restarts, end_s, access_log):
         asked.update(engine, end_s=end_s, batch_dir=service.batch_dir)
         return 0
 

@@ -184,7 +184,7 @@ def test_cached_tokens_are_told(client):
         ({"suffix": "x"}, "suffix", "not served"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stop": [1]}, "stop", "valid string"),
-        ({"seed": -1}, "seed", "from 0"),
+        ({"seed": 2**63}, "seed", "to 9223372036854775807"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "not permitted"),
         ({"tempreature": 1}, "tempreature", "not permitted"),

@@ -70,11 +70,12 @@ def test_the_backends_that_refuse_say_why(lines, monkeypatch):
     checkup.main(["attention backends"])
     by_name = {line.found.partition(":")[0]: line for line in lines[:-1]}
     assert by_name["torch_sdpa"].found == "torch_sdpa: usable; auto takes it"
+    assert by_name["torch_mla"].found == "torch_mla: usable; auto takes it"
     assert "it runs on a CUDA device, not on cpu" in by_name["triton"].found
     monkeypatch.setattr(TorchSdpaBackend, "refusal", classmethod(lambda *args: "the package x is not installed"))
     lines.clear()
     checkup.main(["attention backends"])
-    assert [line.level for line in lines[:-1]] == ["error"] * 3
+    assert [line.level for line in lines[:-1]] == ["error"] * 3 + ["ok"] * 2
     assert lines[2].mend == "pip install torch_sdpa"
 
 

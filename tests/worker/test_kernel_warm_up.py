@@ -82,6 +82,7 @@ LATENTS_SCRIPT = """
 """
 
 
+@pytest.mark.long_form
 def test_every_kernel_of_latent_attention_is_found(tmp_path):
     """Of decodes, and of prompts that are long enough to be expanded."""
     sizes = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 __all__ = ["SUFFIX", "TEMPORARY", "DirectoryLimit"]
 
 SUFFIX, TEMPORARY = ".kv", ".tmp"
-_STALE_S = 3600.0  # a temporary file that is older has no writer any more
+_STALE_NS = 3600 * 10**9  # a temporary file that is so much older than others has no writer any more
 
 # directory / of a model and its options / of a rank / a block
 _OF_MODEL = re.compile("[0-9a-f]{64}")
@@ -56,8 +55,8 @@ class DirectoryLimit:
             excess -= size
 
     def _files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The blocks. Removes what writers that died have left."""
-        stale_ns = time.time_ns() - round(_STALE_S * 1e9)
+        """The blocks. Removes what writers that died have left: files much older than the newest one."""
+        unfinished, newest_ns = [], 0
         for of_model in _folders(self._root):
             if not _OF_MODEL.fullmatch(of_model.name):
                 continue
@@ -67,9 +66,15 @@ class DirectoryLimit:
                         with suppress(OSError):
                             stat = entry.stat(follow_symlinks=False)
                             if _OF_BLOCK.fullmatch(entry.name):
+                                newest_ns = max(newest_ns, stat.st_mtime_ns)
                                 yield entry.path, stat
-                            elif entry.name.endswith(TEMPORARY) and stat.st_mtime_ns < stale_ns:
-                                os.unlink(entry.path)
+                            elif entry.name.endswith(TEMPORARY):
+                                newest_ns = max(newest_ns, stat.st_mtime_ns)
+                                unfinished.append((stat.st_mtime_ns, entry.path))
+        for written_ns, path in unfinished:
+            if written_ns < newest_ns - _STALE_NS:
+                with suppress(OSError):
+                    os.unlink(path)
 
 
 def _folders(path: str | Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
