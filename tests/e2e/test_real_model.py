@@ -35,9 +35,9 @@ def core(smollm2):
 def test_prompts_of_many_lengths(core, is_long):
     """All at once, so that each is among many others; and their log-probabilities, to a thousandth."""
     lengths = [len(entry.prompt_token_ids) for entry in ENTRIES]
-    # Most of the time is for the longest ones, of which the short form takes two.
-    entries = [entry for entry, n in zip(ENTRIES, lengths, strict=True) if is_long or n <= 300 or n in (513, 1023)]
-    assert len(entries) == (len(ENTRIES) if is_long else 31)
+    # Most of the time is for the longest ones, of which the short form takes one.
+    entries = [entry for entry, n in zip(ENTRIES, lengths, strict=True) if is_long or n <= 300 or n == 513]
+    assert len(entries) == (len(ENTRIES) if is_long else 30)
     outputs = check(core, entries)
     for entry, one in zip(entries, outputs, strict=True):
         got = [row.logprobs[0] for output in one for row in output.logprobs]
@@ -58,7 +58,7 @@ def test_prefix_cache_cold_then_warm(core):
         assert one[-1].num_cached_tokens == min(prompt // 16 * 16, prompt - 1)
 
 
-@pytest.mark.parametrize("budget", [16, 64])
+@pytest.mark.parametrize("budget", [16, pytest.param(64, marks=pytest.mark.long_form)])
 def test_chunked_prefill(smollm2, budget):
     options = OPTIONS | {"max_num_batched_tokens": budget, "enable_prefix_caching": False}
     with make_core(smollm2, executor="uniproc", **options) as core:
