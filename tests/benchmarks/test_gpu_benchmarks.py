@@ -338,6 +338,7 @@ def test_ringcores_child_does_what_is_measured(tmp_path: Path) -> None:
         child.close()
 
 
+@pytest.mark.long_form
 def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_profile, "NUM_STEPS", 3)
     monkeypatch.setattr(gpu_profile, "MANY_PROMPT_TOKENS", 24)

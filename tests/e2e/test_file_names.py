@@ -31,6 +31,7 @@ main(["generate", "--model", sys.argv[1], "--prompt", "a", "--max-tokens", "5", 
 """
 
 
+@pytest.mark.long_form
 def test_a_folder_with_other_letters_in_a_locale_without_them(tmp_path):
     name = str(tmp_path / "modèle-模型")
     tokenizer_folder(model_folder(tmp_path / "modèle-模型", vocab_size=512, eos_token_id=None), byte_level())

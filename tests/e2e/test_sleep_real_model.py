@@ -120,6 +120,7 @@ class TestSleep:
         llm.start_weight_update()
         refused(r"finish_weight_update\(\)", ["weights"])
 
+    @pytest.mark.long_form
     def test_again_and_again_without_growth(self, llm):
         def cycle(num_times):
             for _ in range(num_times):

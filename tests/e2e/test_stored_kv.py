@@ -91,6 +91,7 @@ def test_a_crowd_with_preemption(tiny_qwen2: str, expected: list[list[int]]) -> 
         assert stats(core).num_hit_tokens
 
 
+@pytest.mark.long_form
 def test_two_ranks(tiny_qwen2: str, expected: list[list[int]], tmp_path: Path) -> None:
     """In a directory, where one rank has lost a file: then no rank has the block."""
     two = {"executor": "multiproc", "tensor_parallel_size": 2, **files_in(tmp_path)}
