@@ -97,7 +97,7 @@ def _conditions(idle_s: float) -> list[str]:
         "Ray: a cluster of two nodes, both this machine. A rank on the engine's own node is its child; one on another "
         "node is reached over an encrypted connection, here of the loopback device, and an agent.",
         f"Idle: CPU over {idle_s:g} s of the executor's process (Ray's driver too), the agent's and the worker's, "
-        "without a call. Ray's own processes of a node (raylet, GCS) run whoever uses it, and are not counted.",
+        "without a call. Ray's own processes of a node (raylet, GCS) run without an engine too, and are not counted.",
     ]
 
 

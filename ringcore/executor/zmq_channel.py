@@ -141,7 +141,7 @@ class _Receiver:
         import zmq
 
         self._context = zmq.Context()
-        self._listener = os.dup(listener)  # so that nobody else gets its name
+        self._listener = os.dup(listener)  # keeps the abstract socket name bound: no other process can take it
         self._socket = _socket(self._context, zmq.PULL)
         self._socket.connect(_address(listener))
         self._deaths = frozenset(deaths)

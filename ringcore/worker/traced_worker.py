@@ -54,7 +54,7 @@ class TracedWorker:
         return None
 
     def _end_recorder(self) -> None:
-        """Drops what was recorded: nobody has asked for it in time."""
+        """Drops the recording, which no call collected before its deadline."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.stop()
