@@ -11,7 +11,7 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import GptqFormat
 from ringcore.model_executor.linear_schemes.codes import WordCodes, unpacked
 from ringcore.model_executor.linear_schemes.product import Product
-from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix, groups_of, places_of_outputs
+from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix, groups_of, places_of_outputs
 from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
@@ -36,9 +36,7 @@ class GptqScheme(LinearScheme):
     ) -> Product:
         bits, derived, stored = self.format.bits, Derived(), tensors["qzeros"]
         places = places_of_outputs(shard, 32 // bits).to(stored.device)
-        groups = groups_of(shard, self.format.group)
-        if self.format.has_order and self.format.group is not None:
-            groups = Groups(groups.size, index=tensors["g_idx"])
+        order = tensors["g_idx"] if self.format.has_order else None
 
         def zeros() -> torch.Tensor:
             return (unpacked(stored, bits).index_select(1, places).t() + 1).to(torch.int16)
@@ -46,7 +44,7 @@ class GptqScheme(LinearScheme):
         matrix = QuantizedMatrix(
             WordCodes(tensors["qweight"].t(), bits, shard.inputs.length),
             tensors["scales"].t(),
-            groups,
+            groups_of(shard, self.format.group, order),
             zeros=derived.make(zeros),
             derived=derived,
         )

@@ -11,7 +11,7 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import PackedFormat
 from ringcore.model_executor.linear_schemes.codes import WordCodes, unpacked
 from ringcore.model_executor.linear_schemes.product import Product
-from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix, groups_of, places_of_outputs
+from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix, groups_of, places_of_outputs
 from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
@@ -35,13 +35,11 @@ class PackedScheme(LinearScheme):
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
         bits, derived = self.format.bits, Derived()
-        groups = groups_of(shard, self.format.group)
-        if self.format.has_order:
-            groups = Groups(groups.size, index=tensors["weight_g_idx"])
+        order = tensors["weight_g_idx"] if self.format.has_order else None
         matrix = QuantizedMatrix(
             WordCodes(tensors["weight_packed"], bits, shard.inputs.length),
             tensors["weight_scale"],
-            groups,
+            groups_of(shard, self.format.group, order),
             zero=1 << (bits - 1),
             zeros=self._zeros(shard, tensors["weight_zero_point"], derived) if self.format.has_zeros else None,
             derived=derived,

@@ -79,10 +79,12 @@ class QuantizedMatrix:
         return numbers.mul_(scales)
 
 
-def groups_of(shard: LinearShard, size: int | None) -> Groups:
-    """Those of consecutive inputs; size: None is one of all."""
+def groups_of(shard: LinearShard, size: int | None, index: torch.Tensor | None = None) -> Groups:
+    """size: of a group; None: one of all inputs. index: of act-order, as in `Groups`; None: consecutive inputs."""
     inputs = shard.inputs
-    return Groups(inputs.num_inputs) if size is None else Groups(size, inputs.start % size)
+    if size is None:
+        return Groups(inputs.num_inputs)
+    return Groups(size, inputs.start % size) if index is None else Groups(size, index=index)
 
 
 def _rows_of_outputs(shard: LinearShard) -> list[torch.Tensor]:
