@@ -13,11 +13,11 @@ __all__ = ["decode_floor", "offline_floor", "prefill_ceiling"]
 class _Device:
     """`size` equal devices, each with its share of a model's weights and KV heads."""
 
-    def __init__(self, ceilings: Ceilings, bytes_a_number: int, size: int) -> None:
-        self._ceilings, self._bytes, self._size = ceilings, bytes_a_number, size
+    def __init__(self, ceilings: Ceilings, size: int) -> None:
+        self._ceilings, self._size = ceilings, size
 
-    def read_s(self, numbers: float) -> float:
-        return numbers * self._bytes / self._size / self._ceilings.read_bytes_per_s
+    def read_s(self, num_bytes: float) -> float:
+        return num_bytes / self._size / self._ceilings.read_bytes_per_s
 
     def multiply_s(self, flops: float) -> float:
         return flops / self._size / self._ceilings.gemm_flops_per_s
@@ -36,14 +36,15 @@ class _Device:
 def decode_floor(
     model: PublishedModel, ceilings: Ceilings, size: int, bytes_a_number: int, batch: int, context: float
 ) -> Limit:
-    """Milliseconds a step: all weights and the cache of `batch` sequences of `context` tokens, read once; or, where
-    that takes longer, the products."""
-    device = _Device(ceilings, bytes_a_number, size)
-    numbers = model.step_weights + batch * context * model.kv_numbers_a_token
-    read_s, multiply_s = device.read_s(numbers), device.multiply_s(2.0 * model.step_weights * batch)
+    """Milliseconds a step: all weights that are multiplied and the cache of `batch` sequences of `context` tokens, read
+    once; or, where that takes longer, the products."""
+    device = _Device(ceilings, size)
+    kv_bytes = batch * context * model.kv_numbers_a_token * bytes_a_number
+    num_bytes = model.step_bytes(batch, bytes_a_number) + kv_bytes
+    read_s, multiply_s = device.read_s(num_bytes), device.multiply_s(2.0 * model.step_weights * batch)
     if multiply_s > read_s:
         return Limit(value=multiply_s * 1e3, statement=f"the products of {batch} tokens {device.shown_rate}")
-    statement = f"reading {numbers * bytes_a_number / 1e9:.2f} GB of weights and KV cache {device.shown}"
+    statement = f"reading {num_bytes / 1e9:.2f} GB of weights and KV cache {device.shown}"
     return Limit(value=read_s * 1e3, statement=statement)
 
 
@@ -51,12 +52,15 @@ def offline_floor(
     model: PublishedModel, ceilings: Ceilings, size: int, bytes_a_number: int, num_requests: int
 ) -> Limit:
     """Seconds for nano-vllm's workload: the cache that all decode steps read, the weights once for each step of the
-    longest completion, and the products of the prompts; nothing overlaps."""
-    device = _Device(ceilings, bytes_a_number, size)
+    longest completion (of experts, those that its tokens are routed to), and the products of the prompts; nothing
+    overlaps."""
+    device = _Device(ceilings, size)
     lengths = offline_lengths(num_requests)
     cached = sum(new * prompt + new * new / 2 for prompt, new in lengths)
     num_steps = max(new for _, new in lengths)
-    kv_s, weights_s = device.read_s(cached * model.kv_numbers_a_token), device.read_s(num_steps * model.step_weights)
+    decoding = (sum(new > step for _, new in lengths) for step in range(num_steps))
+    kv_s = device.read_s(cached * model.kv_numbers_a_token * bytes_a_number)
+    weights_s = device.read_s(sum(model.step_bytes(num_tokens, bytes_a_number) for num_tokens in decoding))
     prompts_s = device.multiply_s(sum(_prompt_flops(model, prompt) for prompt, _ in lengths))
     statement = (
         f"{kv_s:.2f} s to read the KV cache and {weights_s:.2f} s the weights, {num_steps:,} times, {device.shown}, "
@@ -69,7 +73,7 @@ def prefill_ceiling(
     model: PublishedModel, ceilings: Ceilings, size: int, num_prompts: int, prompt_tokens: int
 ) -> Limit:
     """Tokens a second."""
-    device = _Device(ceilings, 0, size)
+    device = _Device(ceilings, size)
     flops = num_prompts * _prompt_flops(model, prompt_tokens)
     seconds = device.multiply_s(flops)
     statement = f"{flops / 1e12:,.0f} TFLOP, those of attention among them, {device.shown_rate}"

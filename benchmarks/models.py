@@ -12,59 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.driver import BenchmarkError
+from benchmarks.shapes import (
+    AWQ_OF_QWEN3,
+    DEEPSEEK_V2_LITE,
+    FP8_OF_QWEN3,
+    GLM4,
+    GRANITE,
+    LLAMA_32,
+    OLMO2,
+    PHI4,
+    QWEN3,
+    QWEN3_30B_A3B,
+)
 
 __all__ = ["DEFAULT_MODELS", "MODELS", "PublishedModel", "find_published"]
 
-_QWEN3: Mapping[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "use_cache": True,
-    "initializer_range": 0.02,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
-_LLAMA_32: Mapping[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "use_cache": True,
-    "initializer_range": 0.02,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
+_SCALE_BYTES = 2  # of a group of 4-bit weights, in the checkpoint's own 16 bits
 
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A dense decoder. Counts are of numbers, not bytes."""
+    """A decoder: dense or with experts, with heads or latent attention. Counts are of numbers where not of bytes.
+
+    Of experts: a step reads those that its tokens are routed to; each token chooses its own at random, all alike.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -74,34 +45,101 @@ class PublishedModel:
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
 
     @property
-    def layer_weights(self) -> int:
-        """Of all layers' products; their norms are too few to count."""
+    def _is_latent(self) -> bool:
+        return "kv_lora_rank" in self.config
+
+    @property
+    def _attention_weights(self) -> int:
+        """Of one layer's projections."""
         c = self.config
-        heads = 2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]  # q and o; k and v
-        one_layer = c["hidden_size"] * (heads * self.head_dim + 3 * c["intermediate_size"])
-        return int(c["num_hidden_layers"] * one_layer)
+        heads, hidden = c["num_attention_heads"], c["hidden_size"]
+        if not self._is_latent:
+            return int(hidden * self.head_dim * 2 * (heads + c["num_key_value_heads"]))  # q and o; k and v
+        head, rank = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["kv_lora_rank"]
+        expanded = heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
+        return int(
+            hidden * heads * (head + c["v_head_dim"]) + hidden * (rank + c["qk_rope_head_dim"]) + rank * expanded
+        )
 
     @property
-    def step_weights(self) -> int:
-        """What a decode step reads: the layers and the output matrix. Of the embedding it reads a row a token."""
-        return self.layer_weights + int(self.config["hidden_size"] * self.config["vocab_size"])
+    def _num_experts(self) -> int:
+        """Of a layer that has any."""
+        return int(self.config.get("num_experts") or self.config.get("n_routed_experts") or 0)
 
     @property
-    def num_weights(self) -> int:
+    def _num_dense(self) -> int:
+        """Layers with an MLP for every token."""
+        layers = self.config["num_hidden_layers"]
+        return int(self.config.get("first_k_dense_replace", 0) if self._num_experts else layers)
+
+    def _mlp_weights(self, num_experts: float) -> float:
+        """Of all layers, with so many of the experts of each that has some; those that are shared, beside."""
+        c = self.config
+        dense = self._num_dense * 3 * c["hidden_size"] * c["intermediate_size"]
+        if not self._num_experts:
+            return float(dense)
+        expert = 3 * c["hidden_size"] * c["moe_intermediate_size"]
+        router = c["hidden_size"] * self._num_experts
+        of_layer = (num_experts + c.get("n_shared_experts", 0)) * expert + router
+        return float(dense + (c["num_hidden_layers"] - self._num_dense) * of_layer)
+
+    def _layer_weights(self, num_experts: float) -> float:
+        """Of all layers' products; their norms are too few to count."""
+        return self.config["num_hidden_layers"] * self._attention_weights + self._mlp_weights(num_experts)
+
+    @property
+    def _head_weights(self) -> int:
+        return int(self.config["hidden_size"] * self.config["vocab_size"])
+
+    @property
+    def layer_weights(self) -> float:
+        """What the layers multiply each token with."""
+        return self._layer_weights(self.config.get("num_experts_per_tok", 0))
+
+    @property
+    def step_weights(self) -> float:
+        """What a decode step multiplies each token with: the layers and the output matrix."""
+        return self.layer_weights + self._head_weights
+
+    def step_bytes(self, num_tokens: int, bytes_a_number: int) -> float:
+        """What a decode step of so many tokens reads of the weights: the layers and the output matrix, and of experts
+        those that are active. Of the embedding it reads a row a token."""
+        chosen = self.config.get("num_experts_per_tok", 0) / (self._num_experts or 1)
+        active = self._num_experts * (1 - (1 - chosen) ** num_tokens)
+        return self._layer_weights(active) * self._bytes_a_weight(bytes_a_number) + self._head_weights * bytes_a_number
+
+    def _bytes_a_weight(self, bytes_a_number: int) -> float:
+        """Of a layer's matrices, scales and zeros with them."""
+        packed = self.config.get("quantization_config")
+        if packed is None:
+            return bytes_a_number
+        if packed["quant_method"] == "fp8":
+            rows, columns = packed["weight_block_size"]
+            return 1 + 4 / (rows * columns)
+        bits = packed["bits"]
+        return float(bits / 8 + (_SCALE_BYTES + bits / 8) / packed["group_size"])
+
+    @property
+    def num_weights(self) -> float:
         """All that is kept: the layers, the embedding, and the output matrix where it is not the same."""
         matrices = 1 if self.config["tie_word_embeddings"] else 2
-        return self.layer_weights + matrices * int(self.config["hidden_size"] * self.config["vocab_size"])
+        return self._layer_weights(self._num_experts) + matrices * self._head_weights
 
     @property
     def kv_numbers_a_token(self) -> int:
         c = self.config
+        if self._is_latent:
+            return int(c["num_hidden_layers"] * (c["kv_lora_rank"] + c["qk_rope_head_dim"]))
         return int(2 * c["num_hidden_layers"] * c["num_key_value_heads"] * self.head_dim)
 
     @property
     def attention_width(self) -> int:
         """Query numbers of a token in all layers: each takes 2 * n * n FLOPs of a prompt of n tokens, causally."""
         c = self.config
-        return int(c["num_hidden_layers"] * c["num_attention_heads"] * self.head_dim)
+        head = (
+            (c["qk_nope_head_dim"] + c["qk_rope_head_dim"] + c["v_head_dim"]) / 2 if self._is_latent else self.head_dim
+        )
+        return int(c["num_hidden_layers"] * c["num_attention_heads"] * head)
 
     def write(self, folder: Path) -> Path:
         """A model folder in `folder`, with the config.json alone."""
@@ -111,133 +149,30 @@ class PublishedModel:
         return path
 
 
-# Families without a native class.
-_OLMO2: Mapping[str, Any] = {
-    "architectures": ["Olmo2ForCausalLM"],
-    "model_type": "olmo2",
-    "vocab_size": 100352,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 4096,
-    "rope_theta": 500000,
-    "rope_scaling": None,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "initializer_range": 0.02,
-    "bos_token_id": 100257,
-    "eos_token_id": 100257,
-    "pad_token_id": 100277,
-    "torch_dtype": "bfloat16",
-}
-_GRANITE: Mapping[str, Any] = {
-    "architectures": ["GraniteForCausalLM"],
-    "model_type": "granite",
-    "vocab_size": 49159,
-    "hidden_size": 4096,
-    "intermediate_size": 12800,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_theta": 10000000.0,
-    "rope_scaling": None,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "attention_multiplier": 0.0078125,
-    "embedding_multiplier": 12.0,
-    "logits_scaling": 16.0,
-    "residual_multiplier": 0.22,
-    "tie_word_embeddings": True,
-    "use_cache": True,
-    "initializer_range": 0.02,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
-_GLM4: Mapping[str, Any] = {
-    "architectures": ["Glm4ForCausalLM"],
-    "model_type": "glm4",
-    "vocab_size": 151552,
-    "hidden_size": 4096,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.5,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "initializer_range": 0.02,
-    "eos_token_id": [151329, 151336, 151338],
-    "pad_token_id": 151329,
-    "torch_dtype": "bfloat16",
-}
-_PHI4: Mapping[str, Any] = {
-    "architectures": ["Phi3ForCausalLM"],
-    "model_type": "phi3",
-    "vocab_size": 100352,
-    "hidden_size": 5120,
-    "intermediate_size": 17920,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 10,
-    "max_position_embeddings": 16384,
-    "original_max_position_embeddings": 16384,
-    "rope_theta": 250000,
-    "rope_scaling": None,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "initializer_range": 0.02,
-    "bos_token_id": 100257,
-    "eos_token_id": 100265,
-    "pad_token_id": 100349,
-    "torch_dtype": "bfloat16",
-}
-
-
 def _dense(base: Mapping[str, Any], layers: int, hidden: int, heads: int, intermediate: int, tied: bool) -> Any:
     """All of Qwen3 and Llama 3.2 have 8 KV heads."""
     shape = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": 8}
-    windows = {"max_window_layers": layers} if base is _QWEN3 else {}
+    windows = {"max_window_layers": layers} if base is QWEN3 else {}
     return {**base, **shape, **windows, "intermediate_size": intermediate, "tie_word_embeddings": tied}
 
 
+_QWEN3_8B = _dense(QWEN3, 36, 4096, 32, 12288, tied=False)
 MODELS: dict[str, PublishedModel] = {
     model.name: model
     for model in (
-        PublishedModel("Llama-3.2-1B", _dense(_LLAMA_32, 16, 2048, 32, 8192, tied=True)),
-        PublishedModel("Qwen3-0.6B", _dense(_QWEN3, 28, 1024, 16, 3072, tied=True)),
-        PublishedModel("Qwen3-8B", _dense(_QWEN3, 36, 4096, 32, 12288, tied=False)),
-        PublishedModel("Llama-3.2-3B", {**_dense(_LLAMA_32, 28, 3072, 24, 8192, tied=True), "head_dim": 128}),
-        PublishedModel("Qwen3-4B", _dense(_QWEN3, 36, 2560, 32, 9728, tied=True)),
-        PublishedModel("OLMo-2-7B", _OLMO2),
-        PublishedModel("Granite-3.3-8B", _GRANITE),
-        PublishedModel("GLM-4-9B", _GLM4),
-        PublishedModel("Phi-4", _PHI4),
+        PublishedModel("Llama-3.2-1B", _dense(LLAMA_32, 16, 2048, 32, 8192, tied=True)),
+        PublishedModel("Qwen3-0.6B", _dense(QWEN3, 28, 1024, 16, 3072, tied=True)),
+        PublishedModel("Qwen3-8B", _QWEN3_8B),
+        PublishedModel("Llama-3.2-3B", {**_dense(LLAMA_32, 28, 3072, 24, 8192, tied=True), "head_dim": 128}),
+        PublishedModel("Qwen3-4B", _dense(QWEN3, 36, 2560, 32, 9728, tied=True)),
+        PublishedModel("OLMo-2-7B", OLMO2),
+        PublishedModel("Granite-3.3-8B", GRANITE),
+        PublishedModel("GLM-4-9B", GLM4),
+        PublishedModel("Phi-4", PHI4),
+        PublishedModel("Qwen3-30B-A3B", QWEN3_30B_A3B),
+        PublishedModel("DeepSeek-V2-Lite", DEEPSEEK_V2_LITE),
+        PublishedModel("Qwen3-8B-FP8", {**_QWEN3_8B, "quantization_config": dict(FP8_OF_QWEN3)}),
+        PublishedModel("Qwen3-8B-AWQ", {**_QWEN3_8B, "quantization_config": dict(AWQ_OF_QWEN3)}),
     )
 }
 DEFAULT_MODELS = ("Llama-3.2-1B", "Qwen3-0.6B", "Qwen3-8B")  # of a run that names none

@@ -56,9 +56,12 @@ def test_published_models_have_the_weights_they_are_named_for() -> None:
     counts = {name: model.num_weights / 1e9 for name, model in MODELS.items() if name != "tiny"}
     small = {"Llama-3.2-1B": 1.236, "Qwen3-0.6B": 0.596, "Llama-3.2-3B": 3.213, "Qwen3-4B": 4.022}
     large = {"Qwen3-8B": 8.190, "OLMo-2-7B": 7.298, "Granite-3.3-8B": 8.171, "GLM-4-9B": 9.399, "Phi-4": 14.659}
-    assert counts == pytest.approx(small | large, abs=1e-3)
+    experts = {"Qwen3-30B-A3B": 30.532, "DeepSeek-V2-Lite": 15.706}
+    packed = {"Qwen3-8B-FP8": 8.190, "Qwen3-8B-AWQ": 8.190}
+    assert counts == pytest.approx(small | large | experts | packed, abs=1e-3)
     assert MODELS["Qwen3-8B"].step_weights / 1e9 == pytest.approx(7.568, abs=1e-3)
     assert MODELS["Qwen3-8B"].kv_numbers_a_token * 2 == 147_456
+    assert MODELS["DeepSeek-V2-Lite"].kv_numbers_a_token == 27 * 576
     assert [model.name for model in find_published("Qwen3-8B,tiny")] == ["Qwen3-8B", "tiny"]
     with pytest.raises(BenchmarkError, match=r"no model 'gpt'; there are: Llama-3\.2-1B, Qwen3-0\.6B, Qwen3-8B"):
         find_published("gpt")
@@ -85,6 +88,11 @@ def test_floors_are_what_must_be_read_and_multiplied() -> None:
     assert decode_floor(large, MACHINE, 1, 2, 32, 1152).value == pytest.approx(4.386, abs=2e-3)
     assert decode_floor(large, MACHINE, 2, 2, 32, 1152).value == pytest.approx(4.386 / 2, abs=2e-3)
     assert decode_floor(large, MACHINE, 2, 2, 1, 384).statement.endswith("at 4.69 TB/s on 2 devices")
+    experts, packed = MODELS["Qwen3-30B-A3B"], MODELS["Qwen3-8B-AWQ"]
+    assert decode_floor(experts, MACHINE, 1, 2, 1, 384).value == pytest.approx(1.305, abs=1e-3)
+    every_expert = experts.num_weights - experts.config["hidden_size"] * experts.config["vocab_size"]
+    assert experts.step_bytes(10_000, 2) == pytest.approx(2 * every_expert)
+    assert decode_floor(packed, MACHINE, 1, 2, 1, 384).value == pytest.approx(1.047, abs=1e-3)
     many = decode_floor(large, MACHINE, 1, 2, 4096, 1)
     assert many.value == pytest.approx(2 * large.step_weights * 4096 / 687e12 * 1e3)
     assert many.statement == "the products of 4096 tokens at 687 TFLOP/s"
