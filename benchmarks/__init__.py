@@ -27,6 +27,7 @@ BENCHMARKS = {
     "gpu": "benchmarks.gpu:Gpu",
     "gpu_startup": "benchmarks.gpu_startup:GpuStartup",
     "gpu_attention": "benchmarks.gpu_attention:GpuAttention",
+    "gpu_experts": "benchmarks.gpu_experts:GpuExperts",
     "gpu_linears": "benchmarks.gpu_linears:GpuLinears",
     "gpu_profile": "benchmarks.gpu_profile:GpuProfile",
     "gpu_service": "benchmarks.gpu_service:GpuService",

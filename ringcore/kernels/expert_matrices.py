@@ -1,4 +1,4 @@
-"""What the experts of a mixture compute, as data, and in plain torch: the reference of `experts`."""
+"""What router and experts of a mixture compute, as data and in plain torch: the references of `route` and `experts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Activate", "ExpertGate", "ExpertMatrices", "Routing", "experts_reference"]
+__all__ = ["Activate", "ExpertGate", "ExpertMatrices", "Routing", "experts_reference", "route_reference"]
 
 # [n, num_weights], the product of the first matrix -> [n, intermediate_size]; each row by itself.
 Activate = Callable[[torch.Tensor], torch.Tensor]
@@ -102,3 +102,13 @@ def _products(
     gathered = gathered if matrices.is_transposed else gathered.transpose(1, 2)
     out = torch.bmm(rows[:, None], gathered)[:, 0]
     return out if bias is None else out + bias[local].float()
+
+
+def route_reference(x: torch.Tensor, weight: torch.Tensor, k: int, normalises: bool) -> Routing:
+    """The operations of transformers in its dtypes, so that near ties fall as they do there: rounded logits, a softmax
+    in float32, torch's own top-k."""
+    logits = torch.nn.functional.linear(x, weight)
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(k, -1)
+    if normalises:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(experts, weights.to(logits.dtype))

@@ -1,6 +1,7 @@
 """The experts of a mixture (fused MoE): a sort of the tokens by expert, two grouped products, the sum over experts.
 
-    sort_pairs              which pairs of a token and an expert each expert has
+    sort_pairs              which pairs of a token and an expert each expert has; for very few tokens each pair is a
+                            work item, and none is sorted
     product of gate and up  the rows of each expert gathered, the activation as its epilogue
     product of down         the weighted sum over the experts of a token, and the residual add, as its epilogue for few
                             tokens; for more a launch of its own
@@ -17,12 +18,18 @@ import triton
 
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertMatrices, Routing
-from ringcore.kernels.experts_configs import MAX_FEW_TOKENS, MAX_SUMMED_TOKENS, choose_grouped, max_items
+from ringcore.kernels.experts_configs import (
+    MAX_FEW_TOKENS,
+    MAX_PAIRED_TOKENS,
+    MAX_SUMMED_TOKENS,
+    choose_grouped,
+    max_items,
+)
 from ringcore.kernels.experts_kernels import grouped_kernel, weighted_sum_kernel
 from ringcore.kernels.experts_sort import SortedPairs, sort_pairs
 from ringcore.kernels.skinny_tiles import DotConfig
 
-__all__ = ["experts", "new_expert_counters"]
+__all__ = ["GroupedProducts", "experts", "new_expert_counters"]
 
 _MIN_BLOCK_OUTPUTS = 16
 _MAX_BLOCK = 1024
@@ -65,8 +72,8 @@ def experts(
     assert target.shape == x.shape, (target.shape, x.shape)
     assert target.is_contiguous()
     routing = Routing(routing.experts.contiguous(), routing.weights.contiguous())
-    pairs = sort_pairs(routing.experts, len(matrices), matrices.first)
-    grouped = _Grouped(x, routing, matrices, pairs, config)
+    pairs = None if len(x) <= MAX_PAIRED_TOKENS else sort_pairs(routing.experts, len(matrices), matrices.first)
+    grouped = GroupedProducts(routing, matrices, pairs, config)
     if isinstance(activate, ExpertGate):
         inner = grouped.product(x, matrices.up, matrices.up_bias, x.dtype, gate=activate)
     else:
@@ -89,18 +96,18 @@ class _Sum:
         self.out, self.counters, self.adds = out, counters, adds
 
 
-class _Grouped:
-    """Launches the two products of one routing."""
+class GroupedProducts:
+    """Launches the products of one routing."""
 
     def __init__(
         self,
-        x: torch.Tensor,
         routing: Routing,
         matrices: ExpertMatrices,
-        pairs: SortedPairs,
+        pairs: SortedPairs | None,
         config: DotConfig | None,
     ) -> None:
-        self._num_tokens, self._routing, self._matrices = len(x), routing, matrices
+        """pairs: None where each is a work item."""
+        self._num_tokens, self._routing, self._matrices = len(routing.experts), routing, matrices
         self._pairs, self._config = pairs, config
 
     def product(
@@ -129,10 +136,12 @@ class _Grouped:
         num_pairs = self._num_tokens * k
         rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
         gate, pdl = gate or ExpertGate(), supports_pdl(x.device)
-        grouped_kernel[(triton.cdiv(num_outputs, block_outputs), max_items(num_pairs, num_experts, config.block_rows))](
-            *(x, weight, weight if bias is None else bias, self._pairs.order, self._pairs.offsets, rows),
+        pairs = self._pairs or SortedPairs(routing.experts, routing.experts)  # not read
+        num_items = max_items(num_pairs, num_experts, config.block_rows) if self._pairs else num_pairs
+        grouped_kernel[(triton.cdiv(num_outputs, block_outputs), num_items)](
+            *(x, weight, weight if bias is None else bias, pairs.order, pairs.offsets, rows),
             *(routing.experts, routing.weights),
-            *((rows, self._pairs.order) if sums is None else (sums.out, sums.counters)),
+            *((rows, pairs.order) if sums is None else (sums.out, sums.counters)),
             self._num_tokens,
             matrices.first,
             k=k,
@@ -146,6 +155,7 @@ class _Grouped:
             block_weights=config.block_weights,
             num_stages=config.num_stages,
             is_whole=num_inputs % config.block_inputs == 0,
+            by_pair=self._pairs is None,
             reads_pairs=reads_pairs,
             is_transposed=matrices.is_transposed,
             has_bias=bias is not None,

@@ -3,9 +3,8 @@
 Up to `MAX_FEW_TOKENS` tokens a tile has as many rows as there are tokens, so that every expert with a token is one work
 item a tile of outputs, and its weights are read once. As in a skinny linear the time is that of reading weights, and
 the tile is the one which the model of `skinny_times` finds fastest, for as many experts as the tokens can have. With
-more tokens the tile is that of a dense product, and its rows follow the mean number of rows of an expert.
-
-No tile was measured: no GPU has run these kernels.
+more tokens the tile is that of a dense product, and its rows follow the mean number of rows of an expert. What was
+measured (`experts_measured`) goes before both.
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ import functools
 
 import torch
 
+from ringcore.kernels.experts_measured import MEASURED
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import fastest_dot
 
-__all__ = ["MAX_FEW_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "max_items"]
+__all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "max_items"]
 
 MAX_FEW_TOKENS = 64
 # For more, the weighted sum has a launch of its own: the last program of a tile takes a trip to the L2 cache a token.
 MAX_SUMMED_TOKENS = 4
+# Without a sort: the weights of an expert that several of so few tokens have are read again, mostly from the L2 cache.
+MAX_PAIRED_TOKENS = 4
 _MIN_ROWS, _MAX_ROWS = 16, 128
 
 
@@ -30,6 +32,9 @@ def choose_grouped(
     num_experts: int, num_weights: int, num_inputs: int, num_tokens: int, k: int, dtype: torch.dtype
 ) -> DotConfig:
     """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item."""
+    measured = MEASURED.get((num_experts, k, num_weights, num_inputs), {})
+    if dtype != torch.float32 and (up_to := min((limit for limit in measured if limit >= num_tokens), default=0)):
+        return measured[up_to]
     if num_tokens <= MAX_FEW_TOKENS:
         block_rows = max(_MIN_ROWS, _power_of_2(num_tokens))
         num_active = min(num_experts, num_tokens * k)

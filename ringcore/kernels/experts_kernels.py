@@ -91,6 +91,39 @@ def _store_sum(total, out, token, columns, size: tl.constexpr, adds: tl.constexp
     tl.store(targets, total.to(out.dtype.element_ty), mask=columns < size)
 
 
+@triton.jit
+def _work_item(
+    experts,
+    offsets,
+    num_pairs,
+    first,
+    num_experts: tl.constexpr,
+    block_experts: tl.constexpr,
+    block_rows: tl.constexpr,
+    by_pair: tl.constexpr,
+):
+    """Of the program's second index: its expert, the place of its first pair, how many pairs there are from it on, and
+    how many work items the product has. Without work the number of pairs is 0 or less."""
+    item = tl.program_id(1)
+    if by_pair:
+        expert = tl.load(experts + item).to(tl.int32) - first
+        begin = item
+        num_left = ((expert >= 0) & (expert < num_experts)).to(tl.int32)
+        num_items = num_pairs
+    else:
+        index = tl.arange(0, block_experts)
+        begins = tl.load(offsets + index, mask=index < num_experts, other=0)
+        ends = tl.load(offsets + index + 1, mask=index < num_experts, other=0)
+        tiles = (ends - begins + block_rows - 1) // block_rows
+        num_before = tl.cumsum(tiles, 0)  # with its own
+        num_items = tl.sum(tiles)
+        expert = tl.sum((num_before <= item).to(tl.int32))
+        end = tl.sum(tl.where(index == expert, ends, 0))
+        begin = tl.sum(tl.where(index == expert, begins - (num_before - tiles) * block_rows, 0)) + item * block_rows
+        num_left = tl.where(item < num_items, end - begin, 0)
+    return expert, begin, num_left, num_items
+
+
 @triton.jit(do_not_specialize=["num_tokens", "first"])
 def grouped_kernel(
     x,  # [num_tokens, num_inputs], or [num_tokens * k, num_inputs] where reads_pairs
@@ -99,8 +132,8 @@ def grouped_kernel(
     order,  # [num_tokens * k] int32, see `SortedPairs`
     offsets,  # [num_experts + 1] int32
     rows,  # [num_tokens * k, num_outputs]
-    experts,  # [num_tokens, k]; these four are read where sums
-    weights,  # [num_tokens, k]
+    experts,  # [num_tokens, k], read where by_pair or sums
+    weights,  # [num_tokens, k]; these three are read where sums
     out,  # [num_tokens, num_outputs]
     counters,  # [output tiles] int32, all 0, and 0 again afterwards
     num_tokens,  # int
@@ -116,6 +149,7 @@ def grouped_kernel(
     block_weights: tl.constexpr,  # the M side of the product, where wgmma takes 64
     num_stages: tl.constexpr,
     is_whole: tl.constexpr,  # block_inputs divides num_inputs
+    by_pair: tl.constexpr,  # a work item is a pair; order and offsets are not read
     reads_pairs: tl.constexpr,
     is_transposed: tl.constexpr,
     has_bias: tl.constexpr,
@@ -139,21 +173,16 @@ def grouped_kernel(
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    index = tl.arange(0, block_experts)
-    begins = tl.load(offsets + index, mask=index < num_experts, other=0)
-    ends = tl.load(offsets + index + 1, mask=index < num_experts, other=0)
-    tiles = (ends - begins + block_rows - 1) // block_rows
-    num_before = tl.cumsum(tiles, 0)  # with its own
-    num_items = tl.sum(tiles)
-    item = tl.program_id(1)
+    expert, begin, num_left, num_items = _work_item(
+        experts, offsets, num_tokens * k, first, num_experts, block_experts, block_rows, by_pair
+    )
     first_output = tl.program_id(0) * block_outputs
-    if item < num_items:
-        expert = tl.sum((num_before <= item).to(tl.int32))
-        end = tl.sum(tl.where(index == expert, ends, 0))
-        begin = tl.sum(tl.where(index == expert, begins - (num_before - tiles) * block_rows, 0)) + item * block_rows
+    if num_left > 0:
         row = tl.arange(0, block_rows)
-        # Rows behind the last wrap around to the first ones.
-        pairs = tl.load(order + begin + row % tl.minimum(end - begin, block_rows))
+        if by_pair:
+            pairs = begin + row * 0
+        else:  # rows behind the last wrap around to the first ones
+            pairs = tl.load(order + begin + row % tl.minimum(num_left, block_rows))
         at_weight = tl.arange(0, block_weights)
         if is_gated and not is_interleaved:
             outputs = tl.minimum(first_output + at_weight % block_outputs, num_outputs - 1)
@@ -181,12 +210,12 @@ def grouped_kernel(
         if is_gated:
             total = _gated(total, block_outputs, block_rows, is_gelu, alpha, limit, offset, is_interleaved)
         outputs = first_output + tl.arange(0, block_outputs)
-        in_bounds = (outputs < num_outputs)[:, None] & (row < end - begin)[None, :]
+        in_bounds = (outputs < num_outputs)[:, None] & (row < num_left)[None, :]
         targets = rows + pairs.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
         tl.store(targets, total.to(rows.dtype.element_ty), mask=in_bounds)
     if sums:
         num_arriving = tl.maximum(num_items, 1)  # one also where this rank has no expert of any token
-        if item < num_arriving:
+        if tl.program_id(1) < num_arriving:
             tl.debug_barrier()
             arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
             if arrived == num_arriving - 1:

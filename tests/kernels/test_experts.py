@@ -223,6 +223,7 @@ def test_they_compile_for_sm90(tmp_path):
         from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
         from ringcore.kernels.experts import experts
         from ringcore.kernels.precompile import intercept_launches
+        from ringcore.kernels.router import route
 
         def empty(*shape):
             return torch.empty(*shape, dtype=torch.bfloat16)
@@ -232,9 +233,11 @@ def test_they_compile_for_sm90(tmp_path):
         )
         gates = ExpertGate(alpha=1.702, limit=7.0, offset=1.0, is_interleaved=True), ExpertGate()
         with intercept_launches() as found:
-            for n, gate in ((4, gates[1]), (100, gates[0])):
+            for n, gate in ((4, gates[1]), (40, gates[1]), (100, gates[0])):
                 routing = Routing(torch.zeros(n, 4, dtype=torch.long), empty(n, 4))
                 experts(empty(n, 512), routing, biased, gate, add_to=torch.empty(n, 512))
+            for n in (1, 64):
+                route(empty(n, 2048), empty(128, 2048), 8, True, counter=torch.zeros(1, dtype=torch.int32))
         for (kernel, _), variant in found.items():
             text = kernel.preload(variant.specialization).asm["ptx"]
             print(kernel.__name__, "wgmma" in text, ".local" in text)
@@ -251,7 +254,8 @@ def test_they_compile_for_sm90(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 4, "weighted_sum_kernel False False": 1}
+    kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 6, "weighted_sum_kernel False False": 2}
+    kernels["_router_kernel False False"] = 2
     assert Counter(done.stdout.splitlines()) == kernels
 
 

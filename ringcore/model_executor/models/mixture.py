@@ -10,7 +10,7 @@ import torch
 from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
+from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, route_reference
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.layers.norm import AnyNorm
@@ -22,11 +22,7 @@ __all__ = ["Experts", "Mixture", "Router"]
 
 
 class Router(WeightedLayer):
-    """The largest probabilities of a softmax over all experts, whole on every rank.
-
-    The operations are those of transformers in its dtypes, so that near ties fall as they do there: rounded logits, a
-    softmax in float32, torch's own top-k.
-    """
+    """The largest probabilities of a softmax over all experts, whole on every rank."""
 
     def __init__(
         self, name: str, checkpoint_name: str, spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype
@@ -42,14 +38,18 @@ class Router(WeightedLayer):
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         self._weight = tensors.pop(self._declared.name)
+        self._max_routed = 0  # tokens that the kernel takes
+        if ops.has_kernels(self._weight.device):
+            from ringcore.kernels import router
+
+            self._route, self._max_routed = router.route, router.MAX_TOKENS
+            self._counter = router.new_router_counter(self._weight.device)
 
     def __call__(self, x: torch.Tensor) -> Routing:
         """x: [n, hidden_size]."""
-        logits = ops.linear(x, self._weight, None)
-        weights, experts = logits.softmax(-1, dtype=torch.float32).topk(self._k, -1)
-        if self._normalises:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(experts, weights.to(logits.dtype))
+        if len(x) <= self._max_routed:
+            return self._route(x, self._weight, self._k, self._normalises, counter=self._counter)
+        return route_reference(x, self._weight, self._k, self._normalises)
 
 
 class Experts(WeightedLayer):

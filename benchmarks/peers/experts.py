@@ -1,0 +1,116 @@
+"""One grouped product of a mixture alone on a device, by each tile: a child process of the harness.
+
+Calls go over several layers' weights and routings in a CUDA graph, so that weights come from memory. What a tile gives
+is compared with the product of another one before it is timed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.errors import TritonError
+
+from benchmarks.peers.attention_backends import timer
+from benchmarks.peers.protocol import serve
+from benchmarks.peers.rows import facts
+
+PACKAGES = ("ringcore", "torch", "triton")
+LAYERS = 3
+TOLERANCE = 1e-2  # of the norm
+
+
+class Experts:
+    """Commands: what the device is, and the seconds of one product with one tile. A case stays until another is
+    wanted."""
+
+    def __init__(self) -> None:
+        self._case: Any = None
+
+    def load(self, device: str, dtype: str) -> dict[str, Any]:
+        self._device, self._dtype = torch.device(device), getattr(torch, dtype)
+        name = torch.cuda.get_device_name(0) if device == "cuda" else device
+        return {**facts(PACKAGES), "device": name}
+
+    def measure(self, case: dict[str, Any], config: dict[str, Any] | None, is_timed: bool) -> dict[str, Any]:
+        """case: of an `ExpertsCase`. config: of a `DotConfig`; None as the engine chooses. is_timed: else it is only
+        compiled.
+
+        Seconds of a call, and the mean number of active experts; or why it cannot be launched.
+        """
+        from ringcore.kernels.skinny_tiles import DotConfig
+
+        tile = None if config is None else DotConfig(**config)
+        try:
+            if not is_timed:
+                _Layers(case, 1, self._device, self._dtype).product(0, tile)
+                return {}
+            if self._case != case:
+                self._layers = None  # free before the next ones are made
+                self._layers = _Layers(case, LAYERS, self._device, self._dtype)
+                self._case = case
+            return self._timed(self._layers, tile)
+        except TritonError as error:  # a compiler that refuses it, or shared memory that is too small
+            return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+    def _timed(self, layers: _Layers, tile: Any) -> dict[str, Any]:
+        right = layers.right()
+        error = float((layers.product(0, tile).float() - right).norm() / right.norm())
+        if not error <= TOLERANCE:
+            return {"error": f"its norm differs by {error:.2%} from the reference's"}
+
+        def calls() -> None:
+            for layer in range(LAYERS):
+                layers.product(layer, tile)
+
+        return {"seconds": timer(calls, LAYERS, self._device, in_graph=True)(), "num_active": layers.num_active}
+
+
+class _Layers:
+    """Weights and routings of some layers, for one of their products."""
+
+    def __init__(self, case: dict[str, Any], num_layers: int, device: torch.device, dtype: torch.dtype) -> None:
+        from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
+        from ringcore.kernels.experts import GroupedProducts
+        from ringcore.kernels.experts_configs import MAX_PAIRED_TOKENS
+        from ringcore.kernels.experts_sort import sort_pairs
+
+        torch.manual_seed(0)
+        n, k, num_experts = case["num_tokens"], case["k"], case["num_experts"]
+        self._is_gated, self._num_inputs = case["is_gated"], case["num_inputs"]
+        self._gate = ExpertGate() if self._is_gated else None
+        rows = n if self._is_gated else n * k
+        self._x = torch.randn(rows, self._num_inputs, device=device, dtype=dtype)
+        self._parts = []
+        self.num_active = 0.0
+        for _ in range(num_layers):
+            shape = (num_experts, case["num_weights"], self._num_inputs)
+            weight = torch.empty(shape, device=device, dtype=dtype).uniform_(-1, 1) / self._num_inputs**0.5
+            chosen = torch.rand(n, num_experts, device=device).topk(k).indices.int()
+            routing = Routing(chosen, torch.rand(n, k, device=device, dtype=dtype))
+            pairs = None if n <= MAX_PAIRED_TOKENS else sort_pairs(chosen, num_experts)
+            matrices = ExpertMatrices(weight, weight)
+            self._parts.append((weight, routing, matrices, pairs))
+            self.num_active += len(chosen.unique()) / num_layers
+        self._grouped = GroupedProducts
+
+    def product(self, layer: int, tile: Any) -> torch.Tensor:
+        weight, routing, matrices, pairs = self._parts[layer]
+        grouped = self._grouped(routing, matrices, pairs, tile)
+        return grouped.product(self._x, weight, None, self._x.dtype, gate=self._gate, reads_pairs=not self._is_gated)
+
+    def right(self) -> torch.Tensor:
+        """In float32, a row a pair."""
+        weight, routing, _, _ = self._parts[0]
+        chosen = routing.experts.flatten().long()
+        x = self._x.repeat_interleave(routing.k, 0) if self._is_gated else self._x
+        found = torch.empty(len(chosen), weight.shape[1], device=x.device)
+        for expert in chosen.unique().tolist():
+            rows = chosen == expert
+            found[rows] = x[rows].float() @ weight[expert].float().t()
+        return found if self._gate is None else self._gate(found)
+
+
+if __name__ == "__main__":
+    experts = Experts()
+    serve({"load": experts.load, "measure": experts.measure})

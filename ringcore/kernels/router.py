@@ -1,0 +1,136 @@
+"""The router of a mixture for few tokens, in one launch: logits, softmax over all experts, the k largest.
+
+Programs each multiply a tile of the router's matrix, over a share of the inputs (split-K). The program that arrives
+last adds the partials and chooses. Torch's operations would be seven launches, each as long as this one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.expert_matrices import Routing
+
+__all__ = ["MAX_TOKENS", "new_router_counter", "route"]
+
+MAX_TOKENS = 64  # more take torch's operations: one program would choose for all of them
+_BLOCK_EXPERTS, _BLOCK_INPUTS, _MIN_ROWS = 16, 128, 16
+_SPLIT_INPUTS = 512  # of one program, at least
+_CHOSEN_ELEMENTS = 2048  # logits that the last program holds at once
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _router_kernel(
+    x,  # [num_tokens, num_inputs]
+    weight,  # [num_experts, num_inputs]
+    partials,  # [splits, num_tokens, num_experts] float32
+    experts,  # [num_tokens, k] int32
+    weights,  # [num_tokens, k]
+    counter,  # [1] int32, 0, and 0 again afterwards
+    num_tokens,  # int
+    num_experts: tl.constexpr,
+    num_inputs: tl.constexpr,
+    k: tl.constexpr,
+    block_k: tl.constexpr,
+    block_tile: tl.constexpr,  # experts of one program
+    block_experts: tl.constexpr,  # all of them, a power of two
+    block_rows: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_chosen: tl.constexpr,  # tokens for which the last program chooses at once
+    splits: tl.constexpr,
+    normalises: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(0) * block_tile + tl.arange(0, block_tile)
+    row = tl.arange(0, block_rows)
+    steps = tl.arange(0, block_inputs)
+    share: tl.constexpr = (num_inputs + splits * block_inputs - 1) // (splits * block_inputs) * block_inputs
+    begin = tl.program_id(1) * share
+    matrix = weight + expert[:, None] * num_inputs + steps[None, :]
+    inputs = x + row[None, :] * num_inputs + steps[:, None]
+    total = tl.zeros([block_tile, block_rows], tl.float32)
+    for at in tl.range(begin, begin + share, block_inputs, num_stages=4):
+        is_input = steps < num_inputs - at
+        w = tl.load(matrix + at, mask=(expert < num_experts)[:, None] & is_input[None, :], other=0.0)
+        v = tl.load(inputs + at, mask=is_input[:, None] & (row < num_tokens)[None, :], other=0.0)
+        total = tl.dot(w, v, total, input_precision="ieee")
+    targets = partials + (tl.program_id(1) * num_tokens + row)[None, :] * num_experts + expert[:, None]
+    tl.store(targets, total, mask=(expert < num_experts)[:, None] & (row < num_tokens)[None, :])
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if arrived == tl.num_programs(0) * splits - 1:
+        column = tl.arange(0, block_experts)
+        place = tl.arange(0, block_k)
+        for first in range(0, num_tokens, block_chosen):
+            token = first + tl.arange(0, block_chosen)
+            in_bounds = (token < num_tokens)[:, None] & (column < num_experts)[None, :]
+            logits = tl.zeros([block_chosen, block_experts], tl.float32)
+            for split in tl.static_range(splits):
+                sources = partials + (split * num_tokens + token)[:, None] * num_experts + column[None, :]
+                logits += tl.load(sources, mask=in_bounds, other=0.0, cache_modifier=".cg")
+            logits = logits.to(x.dtype.element_ty).to(tl.float32)  # as a linear rounds them
+            logits = tl.where((column < num_experts)[None, :], logits, -float("inf"))
+            powers = tl.exp(logits - tl.max(logits, 1)[:, None])
+            left = powers / tl.sum(powers, 1)[:, None]
+            left = tl.where((column < num_experts)[None, :], left, -2.0)
+            chosen = tl.zeros([block_chosen, block_k], tl.int32)
+            found = tl.zeros([block_chosen, block_k], tl.float32)
+            for i in tl.static_range(k):
+                best, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+                chosen = tl.where((place == i)[None, :], index[:, None], chosen)
+                found = tl.where((place == i)[None, :], best[:, None], found)
+                left = tl.where(column[None, :] == index[:, None], -1.0, left)
+            if normalises:
+                found = found / tl.sum(found, 1)[:, None]
+            pairs = token[:, None] * k + place[None, :]
+            is_chosen = (token < num_tokens)[:, None] & (place < k)[None, :]
+            tl.store(experts + pairs, chosen, mask=is_chosen)
+            tl.store(weights + pairs, found.to(weights.dtype.element_ty), mask=is_chosen)
+        tl.store(counter, 0)
+
+
+def new_router_counter(device: torch.device) -> torch.Tensor:
+    """The arrival counter by which programs find the last one: 0 before and after a launch."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def route(x: torch.Tensor, weight: torch.Tensor, k: int, normalises: bool, *, counter: torch.Tensor) -> Routing:
+    """As `route_reference` of `kernels.expert_matrices`; of equal probabilities that of the first expert.
+
+    x: [n, hidden_size] and weight [num_experts, hidden_size], contiguous, n at most `MAX_TOKENS`; experts are int32.
+
+    counter: see `new_router_counter`, not shared with what may run at the same time.
+    """
+    (num_tokens, num_inputs), num_experts = x.shape, len(weight)
+    assert num_tokens <= MAX_TOKENS, num_tokens
+    assert x.is_contiguous(), "rows must be contiguous"
+    assert weight.is_contiguous(), "the matrix must be contiguous"
+    splits = min(8, max(1, num_inputs // _SPLIT_INPUTS))
+    block_experts = triton.next_power_of_2(num_experts)
+    partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
+    experts = torch.empty(num_tokens, k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_tokens, k, dtype=x.dtype, device=x.device)
+    pdl = supports_pdl(x.device)
+    _router_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS), splits)](
+        *(x, weight, partials, experts, weights, counter, num_tokens),
+        num_experts=num_experts,
+        num_inputs=num_inputs,
+        k=k,
+        block_k=triton.next_power_of_2(k),
+        block_tile=_BLOCK_EXPERTS,
+        block_experts=block_experts,
+        block_rows=max(_MIN_ROWS, triton.next_power_of_2(num_tokens)),
+        block_inputs=_BLOCK_INPUTS if x.dtype != torch.float32 else _BLOCK_INPUTS // 4,
+        block_chosen=max(1, min(triton.next_power_of_2(num_tokens), _CHOSEN_ELEMENTS // block_experts)),
+        splits=splits,
+        normalises=normalises,
+        pdl=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return Routing(experts, weights)

@@ -1,0 +1,60 @@
+"""The router's kernel against transformers' operations: the same experts in the same order, the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringcore.kernels.expert_matrices import route_reference
+from ringcore.kernels.router import MAX_TOKENS, new_router_counter, route
+
+
+def check(x, weight, k, normalises=True):
+    counter = new_router_counter(x.device)
+    found, exact = route(x, weight, k, normalises, counter=counter), route_reference(x, weight, k, normalises)
+    assert torch.equal(found.experts.long(), exact.experts)
+    torch.testing.assert_close(found.weights, exact.weights, atol=1e-5, rtol=torch.finfo(x.dtype).eps)
+    assert not counter.any(), "the next launch finds it so"
+    return found
+
+
+def randn(device, *shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (5, 2), (16, 4), (40, 3), (128, 8)])
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_the_same_experts_and_weights(device, n, num_experts, k, normalises):
+    check(randn(device, n, 72), randn(device, num_experts, 72, seed=1), k, normalises)
+
+
+@pytest.mark.parametrize("num_inputs", [1024, 1100])
+def test_partials_of_several_programs_are_added(device, num_inputs):
+    check(randn(device, MAX_TOKENS, num_inputs) / 32, randn(device, 24, num_inputs, seed=1), 4)
+
+
+def test_of_equal_probabilities_the_first_experts(device):
+    """Also of those whose probability is 0."""
+    weight = torch.zeros(8, 16, device=device)
+    weight[5] = 100
+    found = route(torch.ones(2, 16, device=device), weight, 4, False, counter=new_router_counter(device))
+    assert found.experts.tolist() == [[5, 0, 1, 2]] * 2
+    assert found.weights.tolist() == [[1, 0, 0, 0]] * 2
+
+
+def test_sixteen_bits(device):
+    """Logits are rounded before the softmax, as those of a linear."""
+    x, weight = torch.eye(16, device=device)[:3], randn(device, 32, 16, seed=2)
+    if device.type == "cuda":
+        found = check(x.bfloat16(), weight.bfloat16(), 4)
+        assert found.weights.dtype == torch.bfloat16
+    else:  # the interpreter's products of bfloat16 are wrong
+        check(x.half(), weight.half(), 4)
+
+
+def test_tokens_are_chosen_for_whatever_the_others_are(device):
+    weight, x = randn(device, 128, 64, seed=1), randn(device, 40, 64)
+    whole = check(x, weight, 8)
+    alone = [check(one[None], weight, 8) for one in x[::13]]
+    assert torch.equal(torch.cat([one.experts for one in alone]), whole.experts[::13])
