@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(config, items):
     """Where processes share the files: the longest first, so that no other waits for one of them at the end."""
     if not config.option.chaos_long:
         for item in items:
-            if item.get_closest_marker("long_form"):
+            is_asked_for = config.option.all_types and item.get_closest_marker("types")
+            if item.get_closest_marker("long_form") and not is_asked_for:
                 item.add_marker(pytest.mark.skip(reason="part of the long form"))
     if hasattr(config, "workerinput"):
         places = {name: place for place, name in enumerate(LONGEST)}

@@ -1,7 +1,7 @@
 """Tiles of the grouped products of a mixture of experts.
 
-Up to `MAX_FEW_TOKENS` tokens a tile has as many rows as there are tokens, so that every expert with a token is one work
-item a tile of outputs, and its weights are read once. As in a skinny linear the time is that of reading weights, and
+Up to `MAX_FEW_TOKENS` tokens a tile has twice the mean number of rows of an expert, so that nearly every expert with a
+token is one work item a tile of outputs, and its weights are read once; the items of one with more share them in L2. As in a skinny linear the time is that of reading weights, and
 the tile is the one which the model of `skinny_times` finds fastest, for as many experts as the tokens can have. With
 more tokens the tile is that of a dense product, and its rows follow the mean number of rows of an expert. What was
 measured (`experts_measured`) goes before both.
@@ -36,7 +36,7 @@ def choose_grouped(
     if dtype != torch.float32 and (up_to := min((limit for limit in measured if limit >= num_tokens), default=0)):
         return measured[up_to]
     if num_tokens <= MAX_FEW_TOKENS:
-        block_rows = max(_MIN_ROWS, _power_of_2(num_tokens))
+        block_rows = max(_MIN_ROWS, min(_power_of_2(num_tokens), _power_of_2(2 * num_tokens * k // num_experts)))
         num_active = min(num_experts, num_tokens * k)
         config = fastest_dot(num_active * num_weights, num_inputs, block_rows, (1,))
     else:

@@ -12,4 +12,37 @@ __all__ = ["MEASURED"]
 Shape = tuple[int, int, int, int]  # num_experts, k, num_weights (of gate and up together), num_inputs
 
 # Of a shape: by the largest number of tokens, and for all from the one before it on.
-MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {}
+MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
+    (128, 8, 1536, 2048): {
+        1: DotConfig(128, 64, 8, 4, 1, block_rows=16),
+        8: DotConfig(64, 128, 4, 5, 1, block_rows=16),
+        32: DotConfig(64, 128, 4, 5, 1, block_rows=16),
+        64: DotConfig(64, 128, 4, 5, 1, block_rows=16),
+        256: DotConfig(128, 64, 4, 4, 1, block_rows=32),
+        1024: DotConfig(256, 64, 8, 3, 1, block_rows=128),
+    },
+    (128, 8, 2048, 768): {
+        1: DotConfig(64, 128, 4, 4, 1, block_rows=16),
+        8: DotConfig(128, 128, 8, 3, 1, block_rows=16),
+        32: DotConfig(128, 128, 4, 3, 1, block_rows=16),
+        64: DotConfig(128, 128, 8, 3, 1, block_rows=16),
+        256: DotConfig(256, 64, 8, 3, 1, block_rows=32),
+        1024: DotConfig(128, 64, 8, 4, 1, block_rows=64),
+    },
+    (64, 6, 2816, 2048): {
+        1: DotConfig(128, 64, 8, 4, 1, block_rows=16),
+        8: DotConfig(128, 128, 8, 3, 1, block_rows=16),
+        32: DotConfig(64, 128, 4, 5, 1, block_rows=16),
+        64: DotConfig(64, 128, 4, 5, 1, block_rows=16),
+        256: DotConfig(256, 64, 8, 3, 1, block_rows=32),
+        1024: DotConfig(128, 64, 4, 4, 1, block_rows=128),
+    },
+    (64, 6, 2048, 1408): {
+        1: DotConfig(64, 128, 4, 3, 1, block_rows=16),
+        8: DotConfig(128, 64, 4, 4, 1, block_rows=16),
+        32: DotConfig(128, 128, 8, 3, 1, block_rows=16),
+        64: DotConfig(128, 128, 8, 3, 1, block_rows=16),
+        256: DotConfig(128, 64, 8, 4, 1, block_rows=32),
+        1024: DotConfig(128, 64, 4, 4, 1, block_rows=128),
+    },
+}

@@ -299,7 +299,9 @@ def test_what_may_not_change_when_a_job_is_resumed(folder, tmp_path):
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long_form)]
+)
 def test_a_signal_lets_what_is_in_flight_finish(folder, tmp_path, number, code):
     source, out = write_lines(tmp_path / "in.jsonl", plain_lines(100)), tmp_path / "out.jsonl"
     status = tmp_path / "status.json"

@@ -110,10 +110,10 @@ def kill_somewhere(job: Job, rng: random.Random) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_job_that_is_killed(folder, tmp_path, is_long, name):
-    """8 kills in all; 200 in the long form."""
+    """5 kills in all; 200 in the long form."""
     rng = random.Random(name)
     job = Job(folder, tmp_path, KINDS[name])
-    num_kills = {"plain": 68, "openai": 68, "gzip": 64}[name] if is_long else {"plain": 3, "openai": 3, "gzip": 2}[name]
+    num_kills = {"plain": 68, "openai": 68, "gzip": 64}[name] if is_long else {"plain": 2, "openai": 2, "gzip": 1}[name]
     while num_kills:
         for _ in range(min(num_kills, KILLS_A_JOB)):
             kill_somewhere(job, rng)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from benchmarks.batch import BatchRunner
 from benchmarks.harness import Plan
 
 
+@pytest.mark.long_form
 def test_all_of_it_is_measured(tmp_path):
     options = argparse.Namespace(requests=6, new_tokens=2, done_lines=40, real=False)
     findings = BatchRunner().run(Plan([], tmp_path, 1, options))

@@ -87,6 +87,7 @@ def test_cases() -> None:
     ]
 
 
+@pytest.mark.long_form
 def test_a_whole_run(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_end, "EXECUTORS", {"paced": "PacedExecutor"})  # each place starts an engine of each
     monkeypatch.setattr(front_end, "make_cases", lambda sizes: [Case(sizes[0], 3, "paced"), Case(5, 1, "paced")])

@@ -237,6 +237,7 @@ def test_a_queue_is_loaded_without_its_package(
                 del sys.modules[name]
 
 
+@pytest.mark.long_form
 def test_a_short_run(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_queue, "SETTLE_S", 0.0)
     monkeypatch.setattr(message_queue, "NUM_WAKES", 3)

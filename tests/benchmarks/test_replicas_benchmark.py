@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from benchmarks.harness import Plan
 from benchmarks.replicas import ONE, TWO, Replicas
 
 
+@pytest.mark.long_form
 def test_all_of_it_is_measured(tmp_path):
     options = argparse.Namespace(requests=4, new_tokens=2, conversations=12, replicas=2)
     findings = Replicas().run(Plan([], tmp_path, 1, options))

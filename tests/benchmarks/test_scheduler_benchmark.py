@@ -342,7 +342,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("child", [FakePrefixCache(), RingcorePrefixCache()], ids=["fake", "ringcore"])
+@pytest.mark.parametrize(
+    "child",
+    [pytest.param(FakePrefixCache(), marks=pytest.mark.long_form), RingcorePrefixCache()],
+    ids=["fake", "ringcore"],
+)
 def test_a_prefix_cache_has_a_row_of_everything(child: PrefixChild) -> None:
     child.load()
     rows = child.hashing(64)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import pytest
+
 from benchmarks import tracing
 from benchmarks.harness import Plan
 from benchmarks.peers import null_loops
 from benchmarks.tracing import OFF, ON, Tracing
 
 
+@pytest.mark.long_form
 def test_a_short_run(monkeypatch, tmp_path):
     monkeypatch.setattr(null_loops, "MAX_TOKENS", 32)
     monkeypatch.setattr(null_loops, "MIN_TOKENS", 8)

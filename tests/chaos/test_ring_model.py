@@ -59,7 +59,12 @@ def test_every_interleaving_with_two_readers(name, memory):
 
 
 @pytest.mark.parametrize(
-    ("memory", "messages", "start_line"), [("sequential", SIX[:4], 0), ("x86", (*TWO, ()), 3), ("arm", THREE, 2)]
+    ("memory", "messages", "start_line"),
+    [
+        ("sequential", SIX[:4], 0),
+        pytest.param("x86", (*TWO, ()), 3, marks=pytest.mark.long_form),
+        pytest.param("arm", THREE, 2, marks=pytest.mark.long_form),
+    ],
 )
 def test_every_interleaving_of_more_messages_with_two_readers(memory, messages, start_line):
     scenario = Scenario(messages, num_readers=2, start_line=start_line)
@@ -75,7 +80,9 @@ def test_every_interleaving_of_still_more(is_long):
     check(Model(Scenario(((), ()), num_readers=3, num_lines=2), SequentialMemory), "idle closed")
 
 
-@pytest.mark.parametrize("scenario", [SMALL["wraps, restarts and refusals"][0], PAIRS["wrap"][0]])
+@pytest.mark.parametrize(
+    "scenario", [SMALL["wraps, restarts and refusals"][0], pytest.param(PAIRS["wrap"][0], marks=pytest.mark.long_form)]
+)
 def test_no_order_rests_on_a_system_call_that_is_no_fence(scenario):
     """Only what an event announces is ordered before its arrival; all else has fences of its own."""
     check(Model(scenario, WeakMemory))
@@ -86,7 +93,7 @@ def test_no_order_rests_on_a_system_call_that_is_no_fence(scenario):
 @pytest.mark.parametrize(("memory", "share"), [("sequential", 10), ("x86", 6), ("arm", 1)])
 def test_random_schedules(memory, share, num_readers, seed, is_long):
     scenario = Scenario(SIX + SIX[::-1], num_readers, asked=frozenset({3, 8}))
-    num_schedules = share * (5000 if is_long else 60) // num_readers
+    num_schedules = share * (5000 if is_long else 30) // num_readers
     report = Model(scenario, MEMORIES[memory]).walk(num_schedules, seed)
     assert report.violation is None, str(report)
     assert report.num_schedules == num_schedules

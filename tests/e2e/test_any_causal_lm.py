@@ -64,7 +64,8 @@ def test_tokens_are_those_of_transformers_in_chunks_two_steps_deep_cold_and_warm
         note(one_rank="equal", **assert_equal(model, core))
 
 
-@pytest.mark.types("qwen3_moe")  # in one process, by threads, tests/model_executor has others
+@pytest.mark.long_form  # in one process, by threads, tests/model_executor has others
+@pytest.mark.types("qwen3_moe")
 def test_two_ranks_give_the_tokens_of_transformers(model, options, all_types, note):
     if not model.has_plan:
         pytest.skip("no plan")

@@ -21,6 +21,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.long_form
 def test_a_training_loop_around_an_engine(smollm2: str) -> None:
     done = run("train_and_generate.py", "--model", smollm2, "--device", "cpu", "--steps", "5")
     assert done.returncode == 0, done.stderr

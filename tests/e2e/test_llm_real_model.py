@@ -25,15 +25,16 @@ def llm(smollm2):
         yield one
 
 
-def _answer(llm, entry):
-    if entry.chat:
-        return llm.chat([{"role": "user", "content": entry.prompt}], GREEDY, use_tqdm=False)[0]
-    return llm.generate(entry.prompt, GREEDY, use_tqdm=False)[0]
+def _answers(llm, entries):
+    chats = [[{"role": "user", "content": entry.prompt}] for entry in entries if entry.chat]
+    texts = [entry.prompt for entry in entries if not entry.chat]
+    answered = iter(llm.chat(chats, GREEDY, use_tqdm=False)), iter(llm.generate(texts, GREEDY, use_tqdm=False))
+    return [next(answered[0 if entry.chat else 1]) for entry in entries]
 
 
 def test_the_reference_texts(llm):
     entries = load("smollm2-135m")
-    outputs = [_answer(llm, entry) for entry in entries]
+    outputs = _answers(llm, entries)
     assert [output.prompt_token_ids for output in outputs] == [entry.prompt_token_ids for entry in entries]
     assert differences(entries, [output.outputs[0].token_ids for output in outputs]) == []
     for entry, output in zip(entries, outputs, strict=True):

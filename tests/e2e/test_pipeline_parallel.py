@@ -147,6 +147,7 @@ def test_no_stages_in_one_process(tiny_qwen2):
 
 
 @pytest.mark.real_model
+@pytest.mark.long_form
 def test_a_real_model_through_the_front_door(smollm2):
     """Its embedding is its head: both stages have it. Answers by an expression, and a stop string."""
     pytest.importorskip("llguidance")

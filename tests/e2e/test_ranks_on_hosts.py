@@ -55,6 +55,7 @@ def test_one_rank_near_and_one_far(tiny_qwen2, join, expected, is_long):
             assert "the host 'b'" in core.health().restart_cause
 
 
+@pytest.mark.long_form
 def test_one_stage_near_and_one_far(tiny_qwen2, join, expected):
     options, _ = join(["localhost", "b"], pipeline_parallel_size=2)
     with make_core(tiny_qwen2, **OPTIONS, **options) as core:

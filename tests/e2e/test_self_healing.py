@@ -65,6 +65,7 @@ def test_the_same_tokens_as_without_the_death(tiny_qwen2, tiny_undisturbed, afte
 
 
 @pytest.mark.real_model
+@pytest.mark.long_form
 def test_through_the_front_door_twice(smollm2):
     """The worker of a whole engine is killed in the middle of generate(), and its successor as well."""
     with LLM(smollm2, max_worker_restarts=2, **OPTIONS) as llm:

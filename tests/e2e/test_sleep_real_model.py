@@ -89,7 +89,9 @@ class TestSleep:
         assert [output.num_cached_tokens for output in check_tokens(llm)] == [0] * len(PROMPTS)
         assert check_tokens(llm)[-1].num_cached_tokens >= CACHED
 
-    @pytest.mark.parametrize("tags", [["weights", "kv_cache"], ["kv_cache", "weights"]])
+    @pytest.mark.parametrize(
+        "tags", [["weights", "kv_cache"], pytest.param(["kv_cache", "weights"], marks=pytest.mark.long_form)]
+    )
     def test_the_tags_wake_in_either_order(self, llm, tags):
         llm.sleep()
         for index, tag in enumerate(tags):
@@ -133,7 +135,7 @@ class TestSleep:
 
 
 class TestRunningRequests:
-    @pytest.mark.parametrize("level", [0, 1])
+    @pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.long_form), 1])
     def test_kept_ones_have_the_tokens_of_an_undisturbed_run(self, llm, level):
         with generating(llm) as outputs:
             llm.sleep(level, mode="keep")
@@ -143,6 +145,7 @@ class TestRunningRequests:
             llm.wake_up()
         assert token_ids(outputs) == expected(24)
 
+    @pytest.mark.long_form
     def test_they_go_on_with_new_weights(self, llm, smollm2):
         """The same ones, by all means of new ones."""
         with generating(llm) as outputs:
@@ -156,6 +159,7 @@ class TestRunningRequests:
             assert llm.health().num_running + llm.health().num_waiting == 0
         assert token_ids(outputs) == expected(12)
 
+    @pytest.mark.long_form
     def test_aborted_ones_end_with_what_they_have(self, llm):
         with generating(llm) as outputs:
             llm.sleep(1)
@@ -180,7 +184,7 @@ class TestNewWeights:
         assert trained.reload_weights(smollm2).states == AWAKE
         check_tokens(trained)
 
-    @pytest.mark.parametrize("wrong", ["name", "shape"])
+    @pytest.mark.parametrize("wrong", ["name", pytest.param("shape", marks=pytest.mark.long_form)])
     def test_a_chunk_that_fails_leaves_them_stale(self, trained, other, smollm2, wrong):
         name = "model.layers.3.mlp.up_proj.weight"
         chunk = {"model.layers.99.mlp.up_proj.weight" if wrong == "name" else name: other.tensors[name][:-1]}
@@ -196,6 +200,7 @@ class TestNewWeights:
         trained.reload_weights(smollm2)
         check_tokens(trained)
 
+    @pytest.mark.long_form
     def test_stale_weights_need_all_of_them(self, trained, other):
         trained.sleep(2)
         trained.wake_up()

@@ -46,7 +46,7 @@ def config_of(folder: str, **options) -> EngineConfig:
     return EngineConfig.from_options(model=folder, load_format="dummy", **options).on_device("cpu")
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 20])
+@pytest.mark.parametrize("max_num_seqs", [pytest.param(1, marks=pytest.mark.long_form), 20])
 def test_every_kernel_of_a_step_is_found(tiny_llama, tmp_path, max_num_seqs):
     folder, _ = tiny_llama
     names, numbers = run(SCRIPT.format(model=folder, max_num_seqs=max_num_seqs), tmp_path).splitlines()
@@ -123,7 +123,7 @@ RANKS_SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("has_peers", [True, False])
+@pytest.mark.parametrize("has_peers", [True, pytest.param(False, marks=pytest.mark.long_form)])
 def test_the_collectives_of_ranks_are_found(tiny_llama, tmp_path, has_peers):
     """Of the embedding, and of messages of either dtype into the residual stream. A launch would wait forever."""
     told = run(RANKS_SCRIPT.format(model=tiny_llama[0], has_peers=has_peers), tmp_path).splitlines()
