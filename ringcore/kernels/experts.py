@@ -140,8 +140,7 @@ class GroupedProducts:
         num_items = max_items(num_pairs, num_experts, config.block_rows) if self._pairs else num_pairs
         grouped_kernel[(triton.cdiv(num_outputs, block_outputs), num_items)](
             *(x, weight, weight if bias is None else bias, pairs.order, pairs.offsets, rows),
-            *(routing.experts, routing.weights),
-            *((rows, pairs.order) if sums is None else (sums.out, sums.counters)),
+            *(routing.experts, routing.weights, *((rows, pairs.order) if sums is None else (sums.out, sums.counters))),
             self._num_tokens,
             matrices.first,
             k=k,

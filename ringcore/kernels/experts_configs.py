@@ -1,10 +1,10 @@
 """Tiles of the grouped products of a mixture of experts.
 
-Up to `MAX_FEW_TOKENS` tokens a tile has twice the mean number of rows of an expert, so that nearly every expert with a
-token is one work item a tile of outputs, and its weights are read once; the items of one with more share them in L2. As in a skinny linear the time is that of reading weights, and
-the tile is the one which the model of `skinny_times` finds fastest, for as many experts as the tokens can have. With
-more tokens the tile is that of a dense product, and its rows follow the mean number of rows of an expert. What was
-measured (`experts_measured`) goes before both.
+Up to `MAX_FEW_TOKENS` tokens a tile has twice the mean number of rows of an expert: nearly every expert with a token is
+one work item a tile of outputs, whose weights are read once, and the items of an expert with more share them in the L2.
+As in a skinny linear the time is that of reading weights, and the tile is the one which the model of `skinny_times`
+finds fastest, for as many experts as the tokens can have. With more tokens the tile is that of a dense product, and its
+rows follow the mean number of rows of an expert. What was measured (`experts_measured`) goes before both.
 """
 
 from __future__ import annotations

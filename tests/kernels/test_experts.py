@@ -18,7 +18,7 @@ import torch
 
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.experts import experts, new_expert_counters
-from ringcore.kernels.experts_configs import MAX_FEW_TOKENS, choose_grouped, max_items
+from ringcore.kernels.experts_configs import choose_grouped, max_items
 from ringcore.kernels.experts_sort import sort_pairs, sort_pairs_reference
 from ringcore.kernels.skinny_tiles import DotConfig
 
@@ -194,10 +194,13 @@ def test_work_items_are_bounded_by_the_tokens_not_by_the_experts():
     assert max_items(8192 * 8, 256, 128) == 512 + 256
     for num_tokens in range(1, 200):
         for dtype in (torch.bfloat16, torch.float32):
-            config = choose_grouped(128, 1536, 2048, num_tokens, 8, dtype)
-            assert config.splits == 1
-            assert config.block_weights >= 32
-            assert config.block_rows >= num_tokens or num_tokens > MAX_FEW_TOKENS, "one item an expert"
+            for size in (768, 640):  # measured, and not
+                config = choose_grouped(128, 2 * size, 2048, num_tokens, 8, dtype)
+                assert config.splits == 1
+                assert config.block_weights >= 32
+                assert config.block_rows >= num_tokens * 8 / 128, "one item an expert, on average"
+    few, skewed = (choose_grouped(num_experts, 1280, 2048, 64, 8, torch.bfloat16) for num_experts in (128, 8))
+    assert (few.block_rows, skewed.block_rows) == (16, 64)
 
 
 def test_more_tokens_as_they_are_chosen(device):
