@@ -141,8 +141,7 @@ class GroupedProducts:
         grouped_kernel[(triton.cdiv(num_outputs, block_outputs), num_items)](
             *(x, weight, weight if bias is None else bias, pairs.order, pairs.offsets, rows),
             *(routing.experts, routing.weights, *((rows, pairs.order) if sums is None else (sums.out, sums.counters))),
-            self._num_tokens,
-            matrices.first,
+            *(self._num_tokens, matrices.first),
             k=k,
             block_k=triton.next_power_of_2(k),
             num_experts=num_experts,
