@@ -302,6 +302,7 @@ def test_nothing_measured_is_an_error(fake: str) -> None:
         run(GpuStartup, specs_of(fake, "load"), *CPU)
 
 
+@pytest.mark.long_form
 def test_starts_are_cold_and_then_warm(fake: str) -> None:
     findings = run(GpuStartup, specs_of(fake, "", "load"), *CPU)
     rows = samples_of(findings)
@@ -368,6 +369,7 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         run(GpuProfile, engine_specs([], "eager"), *CPU, "--what=paper")
 
 
+@pytest.mark.long_form
 def test_attention_of_every_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = gpu_attention.Case("decode", 3, 20, 50, 4, 2)
     monkeypatch.setattr(gpu_attention, "CASES", (decode, gpu_attention.Case("prefill", 2, 40, 40, 4, 2)))
@@ -422,6 +424,7 @@ def test_what_a_graph_reads_stays_as_long_as_its_timer(monkeypatch: pytest.Monke
     assert seconds() == 30.0 / (4 * 3)
 
 
+@pytest.mark.long_form
 def test_the_ceilings_of_this_machine() -> None:
     with Driver("ceilings", (sys.executable, "-m", "benchmarks.gpu_ceilings")) as driver:
         ceilings = Ceilings.of(driver.call("measure", 60.0, device="cpu", dtype="float32"))

@@ -96,6 +96,7 @@ def test_a_search_goes_where_it_gains(measured: Any, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long_form
 def test_without_time_nothing_more_is_tried(measured: Any) -> None:
     with pytest.raises(BenchmarkError, match="nothing was measured"):
         measured("--seconds=-1")

@@ -127,6 +127,7 @@ def _sleeps_and_changes(core, folder: str, expected: list[list[int]]) -> None:
     core.reload_weights(folder)
 
 
+@pytest.mark.long_form
 def test_two_stages_of_two_ranks(tiny_qwen2, expected):
     """Worker 2 is the first of the last stage, which returns the tokens."""
     with make_core(tiny_qwen2, pipeline_parallel_size=2, tensor_parallel_size=2, **OPTIONS) as core:

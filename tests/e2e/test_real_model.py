@@ -74,6 +74,7 @@ def test_preemption_in_a_small_pool(smollm2):
     assert sum(one[-1].num_preemptions for one in outputs) > 0
 
 
+@pytest.mark.long_form
 def test_depth_one_and_other_block_size(smollm2):
     options = OPTIONS | {"steps_in_flight": 1, "block_size": 32, "enable_prefix_caching": False}
     with make_core(smollm2, executor="uniproc", **options) as core:

@@ -59,7 +59,12 @@ def check_value(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 1.5, "top_p": 0.9, "seed": 6}]
+    "sampling",
+    [
+        {},
+        pytest.param({"temperature": 1.0, "seed": 5}, marks=pytest.mark.long_form),
+        {"temperature": 1.5, "top_p": 0.9, "seed": 6},
+    ],
 )
 def test_answers_by_a_schema(llm, sampling):
     for output in llm.generate(PROMPTS, by_schema(**sampling), use_tqdm=False):
@@ -69,7 +74,12 @@ def test_answers_by_a_schema(llm, sampling):
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 2.0, "min_p": 0.05, "seed": 6}]
+    "sampling",
+    [
+        {},
+        pytest.param({"temperature": 1.0, "seed": 5}, marks=pytest.mark.long_form),
+        {"temperature": 2.0, "min_p": 0.05, "seed": 6},
+    ],
 )
 def test_answers_by_an_expression(llm, sampling):
     for output in llm.generate(PROMPTS, by_regex(**sampling), use_tqdm=False):
@@ -102,6 +112,7 @@ def test_a_wrong_grammar_is_the_error_of_its_prompt(llm):
     assert re.fullmatch(REGEX, second.outputs[0].text)
 
 
+@pytest.mark.long_form
 def test_the_same_answers_after_a_preemption(llm, smollm2):
     """In a cache that holds half of them, somebody loses its pages in the middle of its grammar."""
     wanted = [by_schema(seed=seed, temperature=1.0) for seed in (3, 4, 5)]
