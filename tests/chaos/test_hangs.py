@@ -99,7 +99,7 @@ def test_a_step_that_hangs_ends_at_its_limit_with_the_stacks(model_folder, caplo
     assert says in log, log
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long_form)])
 def test_a_worker_stopped_for_ever_is_told_as_stopped(model_folder, caplog, rank):
     """The other one waits for it in a collective, and is not blamed."""
     with start(model_folder, step_timeout_s=STEP_TIMEOUT_S, stall_warning_s=0.4) as client:
@@ -130,7 +130,15 @@ def test_a_hang_is_healed_where_restarts_are_left(model_folder):
         assert "hung" in health.restart_cause
 
 
-@pytest.mark.parametrize("how", ["generate", "send", "call", "nothing"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "generate",
+        pytest.param("send", marks=pytest.mark.long_form),
+        "call",
+        pytest.param("nothing", marks=pytest.mark.long_form),
+    ],
+)
 def test_an_engine_stopped_for_ever_is_ended_by_its_client(model_folder, how, caplog):
     """Also one that only waits for room to send, and one that waits for nothing."""
     with start(model_folder, engine_timeout_s=ENGINE_TIMEOUT_S) as client:
@@ -167,7 +175,7 @@ def test_a_turn_of_the_engines_loop_that_does_not_end(model_folder, caplog):
         assert "in forward" in caplog.text, "the stack"
 
 
-@pytest.mark.parametrize("role", ["engine", "worker 1"])
+@pytest.mark.parametrize("role", ["engine", pytest.param("worker 1", marks=pytest.mark.long_form)])
 def test_a_process_that_is_stopped_before_the_engine_is_ready(tmp_path, role):
     """It is stopped where its worker is made, which holds up the start."""
     folder, pids = make_model_folder(tmp_path), tmp_path / "pids"

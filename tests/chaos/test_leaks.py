@@ -106,7 +106,15 @@ def fail_at_start(config) -> None:
 
 
 @pytest.mark.parametrize(
-    "drop", [drop_ready, drop_starting, drop_in_a_cycle, fail_in_init, fail_in_a_block, fail_at_start]
+    "drop",
+    [
+        drop_ready,
+        drop_starting,
+        pytest.param(drop_in_a_cycle, marks=pytest.mark.long_form),
+        fail_in_init,
+        pytest.param(fail_in_a_block, marks=pytest.mark.long_form),
+        fail_at_start,
+    ],
 )
 def test_an_engine_that_nobody_closes_leaves_nothing(model_folder, fresh_tmp, drop):
     config = make_config(model_folder, tensor_parallel_size=1)
@@ -137,9 +145,12 @@ ENDS = {
     "waits in a thread": ("threading.Thread(target=client.get_outputs, daemon=True).start()", 0),
     "keeps a reference in a module": ("sys.client = client; del client", 0),
 }
+LATER_ENDS = ("leaves", "raises", "keeps a reference in a module")  # as another one does, but for a line
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=pytest.mark.long_form) if end in LATER_ENDS else end for end in ENDS]
+)
 def test_a_script_that_ends_without_closing_leaves_nothing(model_folder, tmp_path, end):
     then, code = ENDS[end]
     tmp = tmp_path / "tmp"

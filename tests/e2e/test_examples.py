@@ -37,6 +37,7 @@ def test_a_training_loop_around_an_engine(smollm2: str) -> None:
     assert after.rstrip().endswith("the text was learned, word for word")
 
 
+@pytest.mark.long_form
 def test_two_models_that_stream_at_once(smollm2: str) -> None:
     done = run("two_models.py", "--left", smollm2, "--right", smollm2, "--device", "cpu", "--max-tokens", "12")
     assert done.returncode == 0, done.stderr
@@ -61,6 +62,7 @@ def test_an_offline_batch(smollm2: str) -> None:
     assert len(prompts) <= num_out <= 8 * len(prompts)
 
 
+@pytest.mark.long_form
 def test_structured_answers(smollm2: str) -> None:
     done = run("structured_answers.py", "--model", smollm2)
     assert done.returncode == 0, done.stderr

@@ -366,7 +366,10 @@ def test_help_loads_no_web_framework():
 COMMANDS = commands("serve", "README.md", "docs/guide/serving.md", "docs/guide/observability.md")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# Each starts a service: those of the README, and of the others the long form.
+@pytest.mark.parametrize(
+    "command", [*COMMANDS[:4], *(pytest.param(command, marks=pytest.mark.long_form) for command in COMMANDS[4:])]
+)
 def test_the_services_of_the_documents(command, folder, tmp_path):
     """As typed, in a folder with the model, which has no weights; one request of each."""
     (tmp_path / "path" / "to").mkdir(parents=True)
