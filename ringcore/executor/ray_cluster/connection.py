@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -75,9 +74,10 @@ def refused(option: str, value: object, error: Exception) -> ConfigError:
 
 
 def _bad_address(address: str | None, error: Exception) -> ConfigError:
-    remedy = "run 'ray start' on this host and give the address of the head, or None for this host's cluster"
-    if "RAY_AUTH_MODE" not in os.environ:
-        remedy += "; of a cluster that asks for a token, set RAY_AUTH_MODE=token"
+    remedy = (
+        "run 'ray start' on this host and give the address of the head, or None for this host's cluster; for a cluster "
+        "that asks for a token set RAY_AUTH_MODE=token"
+    )
     text = f"ray_address={address!r}: no Ray cluster there ({error}); {remedy}"
     return ConfigError(text, option="ray_address", value=repr(address))
 
