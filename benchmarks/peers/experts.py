@@ -70,6 +70,7 @@ class _Layers:
     """Weights and routings of some layers, for one of their products."""
 
     def __init__(self, case: dict[str, Any], num_layers: int, device: torch.device, dtype: torch.dtype) -> None:
+        from ringcore.kernels.dense_experts import DenseExperts
         from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
         from ringcore.kernels.experts import GroupedProducts
         from ringcore.kernels.experts_configs import MAX_PAIRED_TOKENS
@@ -89,8 +90,9 @@ class _Layers:
             chosen = torch.rand(n, num_experts, device=device).topk(k).indices.int()
             routing = Routing(chosen, torch.rand(n, k, device=device, dtype=dtype))
             pairs = None if n <= MAX_PAIRED_TOKENS else sort_pairs(chosen, num_experts)
-            matrices = ExpertMatrices(weight, weight)
-            self._parts.append((weight, routing, matrices, pairs))
+            dense = DenseExperts(weight)
+            matrices = ExpertMatrices(dense, dense)
+            self._parts.append((dense, routing, matrices, pairs))
             self.num_active += len(chosen.unique()) / num_layers
         self._grouped = GroupedProducts
 
@@ -107,7 +109,7 @@ class _Layers:
         found = torch.empty(len(chosen), weight.shape[1], device=x.device)
         for expert in chosen.unique().tolist():
             rows = chosen == expert
-            found[rows] = x[rows].float() @ weight[expert].float().t()
+            found[rows] = x[rows].float() @ weight.stored[expert].float().t()
         return found if self._gate is None else self._gate(found)
 
 

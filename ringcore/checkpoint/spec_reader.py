@@ -122,6 +122,8 @@ def _quantization(config: Metadata, on_load: str | None, experts: ExpertsSpec | 
     found = read_quantization(config, on_load)
     if found is None:
         return None
+    if found.experts is not None:
+        raise config.error("quantization_config", f"is {found.method!r}, which is of experts of transformers' models")
     ignored = ["lm_head"] if config.flag("tie_word_embeddings", False) else []
     if experts is not None:
         matrix = f"model.layers.0.{expert_matrix('mlp', 0, EXPERT_MATRICES[0])}"

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Activate", "ExpertGate", "ExpertMatrices", "Routing", "experts_reference", "route_reference"]
+from ringcore.kernels.packed_weight import PackedWeight
+
+__all__ = [
+    "Activate",
+    "ExpertGate",
+    "ExpertMatrices",
+    "ExpertWeight",
+    "Routing",
+    "experts_reference",
+    "route_reference",
+]
 
 # [n, num_weights], the product of the first matrix -> [n, intermediate_size]; each row by itself.
 Activate = Callable[[torch.Tensor], torch.Tensor]
@@ -41,20 +52,43 @@ class ExpertGate:
         return activated * (up + self.offset if self.offset else up)
 
 
+class ExpertWeight(ABC):
+    """One matrix of each expert of a layer that a rank has, however it is stored."""
+
+    shape: tuple[int, int, int]  # num_experts, num_outputs, num_inputs
+    dtype: torch.dtype  # of the inputs
+    device: torch.device
+    is_transposed: bool = False
+
+    @property
+    @abstractmethod
+    def stored(self) -> torch.Tensor | PackedWeight:
+        """As the kernels read it: dense, [num_experts, num_outputs, num_inputs], or the last two exchanged where
+        `is_transposed`, contiguous; or the experts' outputs one after the other, num_experts * num_outputs."""
+
+    @abstractmethod
+    def numbers(self, experts: torch.Tensor) -> torch.Tensor:
+        """experts: [n] int64 -> their matrices, [n, num_outputs, num_inputs] float32: the reference of all products."""
+
+    @abstractmethod
+    def product(self, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """On a CPU. rows: [n, num_inputs] of `dtype`, n > 0, sorted by expert; experts: [n] int64, of each row; ends:
+        [num_experts] int32, where the rows of each end -> [n, num_outputs] of `dtype`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """The two matrices of each expert of a layer that a rank has, contiguous. Experts `first` to `first` + len(up) of
-    the layer, whole, or a share of the intermediate size of each."""
+    """The two matrices of each expert of a layer that a rank has. Experts `first` to `first` + len(self) of the layer,
+    whole, or a share of the intermediate size of each."""
 
-    up: torch.Tensor  # [num_experts, num_weights, hidden_size]; with a gate, num_weights is twice the intermediate size
-    down: torch.Tensor  # [num_experts, hidden_size, intermediate_size]
-    up_bias: torch.Tensor | None = None  # [num_experts, num_weights]
+    up: ExpertWeight  # with a gate, of twice the intermediate size
+    down: ExpertWeight
+    up_bias: torch.Tensor | None = None  # [num_experts, num_outputs]
     down_bias: torch.Tensor | None = None  # [num_experts, hidden_size]
-    is_transposed: bool = False  # up and down are [num_experts, inputs, outputs]
     first: int = 0
 
     def __len__(self) -> int:
-        return len(self.up)
+        return self.up.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +118,15 @@ def experts_reference(
     local = routing.experts.reshape(-1).long() - matrices.first
     is_here = (local >= 0) & (local < len(matrices))
     local = local.clamp(0, len(matrices) - 1)
-    rows = _products(x.float().repeat_interleave(routing.k, 0), matrices.up, matrices.up_bias, matrices, local)
-    rows = _products(activate(rows), matrices.down, matrices.down_bias, matrices, local)
+    rows = _products(x.float().repeat_interleave(routing.k, 0), matrices.up, matrices.up_bias, local)
+    rows = _products(activate(rows), matrices.down, matrices.down_bias, local)
     rows = rows if normalise is None else normalise(rows)
     rows = rows.masked_fill(~is_here[:, None], 0) * routing.weights.float().reshape(-1, 1)
     return rows.view(len(x), routing.k, -1).sum(1)
 
 
-def _products(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    matrices: ExpertMatrices,
-    local: torch.Tensor,
-) -> torch.Tensor:
-    gathered = weight[local].float()
-    gathered = gathered if matrices.is_transposed else gathered.transpose(1, 2)
-    out = torch.bmm(rows[:, None], gathered)[:, 0]
+def _products(rows: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
+    out = torch.bmm(weight.numbers(local), rows[:, :, None])[:, :, 0]
     return out if bias is None else out + bias[local].float()
 
 

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
-from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertMatrices, Routing
+from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertMatrices, ExpertWeight, Routing
 from ringcore.kernels.experts_configs import (
     MAX_FEW_TOKENS,
     MAX_PAIRED_TOKENS,
@@ -27,7 +27,9 @@ from ringcore.kernels.experts_configs import (
 )
 from ringcore.kernels.experts_kernels import grouped_kernel, weighted_sum_kernel
 from ringcore.kernels.experts_sort import SortedPairs, sort_pairs
+from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels.weight_tiles import tile_arguments
 
 __all__ = ["GroupedProducts", "experts", "new_expert_counters"]
 
@@ -37,8 +39,7 @@ _MAX_BLOCK = 1024
 
 def new_expert_counters(matrices: ExpertMatrices) -> torch.Tensor:
     """The arrival counters by which programs of one outputs tile find the last one: 0 before and after a launch."""
-    hidden_size = matrices.down.shape[2 if matrices.is_transposed else 1]
-    tiles = triton.cdiv(hidden_size, _MIN_BLOCK_OUTPUTS)
+    tiles = triton.cdiv(matrices.down.shape[1], _MIN_BLOCK_OUTPUTS)
     return torch.zeros(tiles, dtype=torch.int32, device=matrices.down.device)
 
 
@@ -113,7 +114,7 @@ class GroupedProducts:
     def product(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: ExpertWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         *,
@@ -122,16 +123,15 @@ class GroupedProducts:
         sums: _Sum | None = None,
     ) -> torch.Tensor:
         """x: a row a token, or a pair where reads_pairs -> a row a pair: [num_pairs, num_outputs] of dtype."""
-        matrices, routing = self._matrices, self._routing
-        num_experts, k = len(matrices), routing.k
-        num_weights, num_inputs = weight.shape[1:] if not matrices.is_transposed else weight.shape[:0:-1]
+        matrices, routing, k = self._matrices, self._routing, self._routing.k
+        (num_experts, num_weights, num_inputs), stored = weight.shape, weight.stored
         num_outputs = num_weights if gate is None else num_weights // 2
-        config = self._config or choose_grouped(num_experts, num_weights, num_inputs, self._num_tokens, k, x.dtype)
+        is_packed = isinstance(stored, PackedWeight)
+        config = self._config or choose_grouped(*weight.shape, self._num_tokens, k, x.dtype, is_packed)
         block_outputs = config.block_weights if gate is None else config.block_weights // 2
-        for tensor in (x, weight, bias):
-            assert tensor is None or tensor.is_contiguous(), "tensors must be contiguous"
-        assert x.shape[1] == num_inputs, (x.shape, weight.shape)
-        assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+        for tensor in (x, stored, bias):
+            assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
+        assert (x.shape[1], x.dtype) == (num_inputs, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
         assert sums is None or block_outputs >= _MIN_BLOCK_OUTPUTS, config
         num_pairs = self._num_tokens * k
         rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
@@ -139,9 +139,10 @@ class GroupedProducts:
         pairs = self._pairs or SortedPairs(routing.experts, routing.experts)  # not read
         num_items = max_items(num_pairs, num_experts, config.block_rows) if self._pairs else num_pairs
         grouped_kernel[(triton.cdiv(num_outputs, block_outputs), num_items)](
-            *(x, weight, weight if bias is None else bias, pairs.order, pairs.offsets, rows),
+            *(x, rows if bias is None else bias, pairs.order, pairs.offsets, rows),
             *(routing.experts, routing.weights, *((rows, pairs.order) if sums is None else (sums.out, sums.counters))),
             *(self._num_tokens, matrices.first),
+            **tile_arguments(stored),
             k=k,
             block_k=triton.next_power_of_2(k),
             num_experts=num_experts,
@@ -155,7 +156,7 @@ class GroupedProducts:
             is_whole=num_inputs % config.block_inputs == 0,
             by_pair=self._pairs is None,
             reads_pairs=reads_pairs,
-            is_transposed=matrices.is_transposed,
+            is_transposed=weight.is_transposed,
             has_bias=bias is not None,
             is_gated=num_outputs != num_weights,
             is_gelu=gate.is_gelu,

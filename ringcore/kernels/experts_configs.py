@@ -14,6 +14,7 @@ import functools
 import torch
 
 from ringcore.kernels.experts_measured import MEASURED
+from ringcore.kernels.skinny_configs import EXPANDED_TILES
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import fastest_dot
 
@@ -29,10 +30,17 @@ _MIN_ROWS, _MAX_ROWS = 16, 128
 
 @functools.cache
 def choose_grouped(
-    num_experts: int, num_weights: int, num_inputs: int, num_tokens: int, k: int, dtype: torch.dtype
+    num_experts: int,
+    num_weights: int,
+    num_inputs: int,
+    num_tokens: int,
+    k: int,
+    dtype: torch.dtype,
+    is_packed: bool = False,
 ) -> DotConfig:
-    """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item."""
-    measured = MEASURED.get((num_experts, k, num_weights, num_inputs), {})
+    """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item. is_packed: the
+    weights are quantized, of which no tile was measured."""
+    measured = {} if is_packed else MEASURED.get((num_experts, k, num_weights, num_inputs), {})
     if dtype != torch.float32 and (up_to := min((limit for limit in measured if limit >= num_tokens), default=0)):
         return measured[up_to]
     if num_tokens <= MAX_FEW_TOKENS:
@@ -41,7 +49,7 @@ def choose_grouped(
         config = fastest_dot(num_active * num_weights, num_inputs, block_rows, (1,))
     else:
         block_rows = min(_MAX_ROWS, max(2 * _MIN_ROWS, _power_of_2(num_tokens * k // num_experts)))
-        config = DotConfig(128, 64, 8, 4, 1)
+        config = EXPANDED_TILES if is_packed else DotConfig(128, 64, 8, 4, 1)
     if dtype == torch.float32:  # without tensor cores; a number has twice the bytes of those of the model of times
         config, block_rows = DotConfig(32, 32, 4, 2, 1), min(block_rows, MAX_FEW_TOKENS)
     block_inputs = min(config.block_inputs, max(16, _power_of_2(num_inputs)))

@@ -13,8 +13,12 @@ import triton.language as tl
 
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+from ringcore.kernels.packed_weight import DENSE
+from ringcore.kernels.weight_tiles import load_packed
 
 __all__ = ["grouped_kernel", "weighted_sum_kernel"]
+
+_DENSE = tl.constexpr(DENSE)
 
 
 @triton.jit
@@ -127,7 +131,6 @@ def _work_item(
 @triton.jit(do_not_specialize=["num_tokens", "first"])
 def grouped_kernel(
     x,  # [num_tokens, num_inputs], or [num_tokens * k, num_inputs] where reads_pairs
-    weight,  # [num_experts, num_weights, num_inputs], or of inputs and weights where is_transposed
     bias,  # [num_experts, num_weights], read where has_bias
     order,  # [num_tokens * k] int32, see `SortedPairs`
     offsets,  # [num_experts + 1] int32
@@ -138,6 +141,9 @@ def grouped_kernel(
     counters,  # [output tiles] int32, all 0, and 0 again afterwards
     num_tokens,  # int
     first,  # int, the layer's index of the first expert
+    weight,  # [num_experts, num_weights, num_inputs], or of inputs and weights where is_transposed; or codes
+    packed,  # these two: see `weight_tiles.tile_arguments`
+    layout: tl.constexpr,
     k: tl.constexpr,
     block_k: tl.constexpr,
     num_experts: tl.constexpr,
@@ -193,6 +199,7 @@ def grouped_kernel(
             weight_rows = tl.minimum(first_output + at_weight, num_weights - 1)
         steps = tl.arange(0, block_inputs)
         matrix = weight + expert.to(tl.int64) * (num_weights * num_inputs)
+        packed_rows = expert * num_weights + weight_rows
         if is_transposed:
             tile = matrix + steps[None, :] * num_weights + weight_rows[:, None]
         else:
@@ -202,7 +209,11 @@ def grouped_kernel(
         inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs + steps[:, None]
         total = tl.zeros([block_weights, block_rows], tl.float32)
         for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
-            w = _load(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
+            if layout[0] == _DENSE:
+                w = _load(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
+            else:
+                w = load_packed(weight, packed, packed_rows, at, num_inputs, block_inputs, layout)
+                w = w.to(x.dtype.element_ty)
             v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
             total = tl.dot(w, v, total, input_precision="ieee")
         if has_bias:

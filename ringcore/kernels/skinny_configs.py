@@ -16,7 +16,7 @@ from ringcore.kernels.skinny_measured import MEASURED
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
 from ringcore.kernels.skinny_times import fastest_dot
 
-__all__ = ["MAX_ROWS", "choose", "choose_packed", "choose_split_k"]
+__all__ = ["EXPANDED_TILES", "MAX_ROWS", "choose", "choose_packed", "choose_split_k"]
 
 # Ends of the ranges of rows that share a configuration: 1, 2 to 4, 5 to 16 and so on. Within a range, a row's result is
 # independent of the number of rows.
@@ -28,7 +28,7 @@ _MAX_SPLIT_K_ROWS = 256  # more rows were not measured in whole passes, where th
 _MANY_WEIGHTS = 12288  # rows of a weight
 _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 rows
 
-_EXPANDED_TILES = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
+EXPANDED_TILES = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def choose_packed(
     num_weights = num_outputs * (2 if is_gated else 1)
     if num_rows <= _MAX_DOT_ROWS:
         return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2)
-    return _EXPANDED_TILES
+    return EXPANDED_TILES
 
 
 @functools.cache

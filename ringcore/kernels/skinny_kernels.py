@@ -12,8 +12,9 @@ import triton.language as tl
 
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
-from ringcore.kernels.weight_tiles import DENSE, load_packed
+from ringcore.kernels.weight_tiles import load_packed
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
 

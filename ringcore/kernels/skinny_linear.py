@@ -12,9 +12,10 @@ import torch
 import triton
 
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
+from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
-from ringcore.kernels.weight_tiles import PackedWeight, tile_arguments
+from ringcore.kernels.weight_tiles import tile_arguments
 
 __all__ = [
     "Activation",

@@ -1,9 +1,9 @@
-"""Tiles of quantized weights, expanded as they are loaded: the loader that the kernels of a skinny linear share.
+"""Tiles of quantized weights, expanded as they are loaded: the loader that the kernels of linears and of experts share.
 
 A tile is [outputs, inputs] float32 = (code - zero) * scale. Codes are read as bytes, wherever the format has them:
 
 BYTES     a byte a number: FP8, INT8, or unsigned
-NIBBLES   two numbers a byte, the lower nibble first
+NIBBLES   two numbers a byte, the lower nibble first: unsigned, or e2m1
 COLUMNS   two outputs a byte, of rows of inputs (AWQ)
 
 Bytes along the inputs may be in words of 4 that are `word_bytes` apart, as GPTQ has them.
@@ -11,68 +11,18 @@ Bytes along the inputs may be in words of 4 that are `word_bytes` apart, as GPTQ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.skinny_configs import choose_packed
-from ringcore.kernels.skinny_tiles import Config
+from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, COLUMNS, DENSE, NIBBLES, NIBBLES_E2M1, PackedWeight
 
-__all__ = [
-    "BYTES_FP8",
-    "BYTES_INT8",
-    "BYTES_UINT8",
-    "COLUMNS",
-    "DENSE",
-    "NIBBLES",
-    "PackedWeight",
-    "load_packed",
-    "tile_arguments",
-]
-
-DENSE, BYTES_FP8, BYTES_INT8, BYTES_UINT8, NIBBLES, COLUMNS = range(6)
+__all__ = ["load_packed", "tile_arguments"]
 
 _FP8, _INT8 = tl.constexpr(BYTES_FP8), tl.constexpr(BYTES_INT8)
-_NIBBLES, _COLUMNS = tl.constexpr(NIBBLES), tl.constexpr(COLUMNS)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """Stands where the launches of a skinny linear take a weight [num_outputs, num_inputs].
-
-    codes: uint8. row_bytes: from output to output; of COLUMNS from input to input. word_bytes: from word to word of 4
-    bytes along the inputs. columns: [num_outputs] int32, of COLUMNS the nibble of each output in a row. index:
-    [num_inputs] int32, the group of each input, where they are not consecutive.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor  # [num_outputs, groups] float32, of any strides
-    shape: tuple[int, int]
-    dtype: torch.dtype  # of the inputs and the product
-    form: int
-    row_bytes: int
-    word_bytes: int = 4
-    group_size: int = 1
-    group_offset: int = 0  # of the first input in its group
-    zero: int = 0
-    zeros: torch.Tensor | None = None  # [num_outputs, groups] int16, of any strides
-    columns: torch.Tensor | None = None
-    index: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.scales.device
-
-    def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
-        """As `skinny_configs.choose`. Where neighbours in memory are of other outputs, a tile has many outputs."""
-        along_inputs = self.form != COLUMNS and self.word_bytes == 4
-        return choose_packed(num_outputs, num_inputs, num_rows, is_gated=is_gated, along_inputs=along_inputs)
+_NIBBLES, _COLUMNS, _E2M1 = tl.constexpr(NIBBLES), tl.constexpr(COLUMNS), tl.constexpr(NIBBLES_E2M1)
 
 
 def tile_arguments(weight: torch.Tensor | PackedWeight) -> dict[str, Any]:
@@ -121,11 +71,12 @@ def load_packed(
     rows = rows.to(tl.int64)
     inputs = at + tl.arange(0, block_inputs)
     if form == _NIBBLES:
-        places = at // 2 + tl.arange(0, block_inputs // 2)
-        offsets = places if is_contiguous else places // 4 * packed[5] + places % 4
-        pointers = codes + rows[:, None] * packed[4] + offsets[None, :]
-        pairs = tl.load(pointers, mask=places[None, :] * 2 < num_inputs, other=0)
-        numbers = tl.interleave(pairs & 15, pairs >> 4).to(tl.float32)
+        numbers = _load_nibbles(codes, packed, rows, at, num_inputs, block_inputs, is_contiguous).to(tl.float32)
+    elif form == _E2M1:
+        # The bits of a float16 with a smaller exponent.
+        wide = _load_nibbles(codes, packed, rows, at, num_inputs, block_inputs, is_contiguous).to(tl.int16)
+        half = ((wide & 8) << 12) | ((wide & 7) << 9)
+        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     elif form == _COLUMNS:
         columns = tl.load(packed[2] + rows)
         pointers = codes + inputs.to(tl.int64)[None, :] * packed[4] + (columns // 2)[:, None]
@@ -153,6 +104,36 @@ def load_packed(
 
 
 @triton.jit
+def _load_nibbles(
+    codes,
+    packed,
+    rows,
+    at,
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    is_contiguous: tl.constexpr,
+):
+    """-> [n, block_inputs] uint8."""
+    places = at // 2 + tl.arange(0, block_inputs // 2)
+    offsets = places if is_contiguous else places // 4 * packed[5] + places % 4
+    pointers = codes + rows[:, None] * packed[4] + offsets[None, :]
+    pairs = tl.load(pointers, mask=places[None, :] * 2 < num_inputs, other=0)
+    return tl.interleave(pairs & 15, pairs >> 4)
+
+
+@triton.jit
+def _number(found):
+    """An exponent of a power of 2 as float32; any other number as it is."""
+    if found.dtype == tl.uint8:
+        exponent = found.to(tl.int32)
+        bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
+        number = bits.to(tl.float32, bitcast=True)
+    else:
+        number = found
+    return number
+
+
+@triton.jit
 def _of_groups(
     values,
     row_stride,
@@ -172,14 +153,14 @@ def _of_groups(
     has_index: tl.constexpr = layout[6]
     first = values + rows[:, None] * row_stride
     if num_groups == 1:
-        found = tl.load(first)
+        found = _number(tl.load(first))
     elif not has_index and offset % block_inputs == 0 and size % block_inputs == 0:
-        found = tl.load(first + (at + offset) // size * group_stride)
+        found = _number(tl.load(first + (at + offset) // size * group_stride))
     elif not has_index and offset == 0 and block_inputs % size == 0:
         count: tl.constexpr = block_inputs // size
         groups = at // size + tl.arange(0, count)
         of_groups = tl.load(first + groups[None, :] * group_stride, mask=groups[None, :] < num_groups, other=0)
-        spread = tl.broadcast_to(of_groups[:, :, None], [rows.shape[0], count, size])
+        spread = tl.broadcast_to(_number(of_groups)[:, :, None], [rows.shape[0], count, size])
         found = tl.reshape(spread, [rows.shape[0], block_inputs])
     else:
         inputs = at + tl.arange(0, block_inputs)
@@ -187,5 +168,5 @@ def _of_groups(
             groups = tl.load(index + inputs, mask=inputs < num_inputs, other=0)
         else:
             groups = (inputs + offset) // size
-        found = tl.load(first + groups[None, :] * group_stride, mask=inputs[None, :] < num_inputs, other=0)
+        found = _number(tl.load(first + groups[None, :] * group_stride, mask=inputs[None, :] < num_inputs, other=0))
     return found

@@ -16,11 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from ringcore.checkpoint.quantization import Mxfp4Format
+from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.experts import experts, new_expert_counters
 from ringcore.kernels.experts_configs import choose_grouped, max_items
 from ringcore.kernels.experts_sort import sort_pairs, sort_pairs_reference
 from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.model_executor.expert_schemes.schemes import experts_scheme
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = DotConfig(32, 32, 2, 2, 1, block_rows=16)
@@ -70,7 +73,7 @@ class Case:
         if transposed:
             up, down = (one.transpose(1, 2).contiguous() for one in (up, down))
         biases = (randn(num_experts, size * (2 if gated else 1)), randn(num_experts, hidden)) if bias else (None, None)
-        self.matrices = ExpertMatrices(up, down, *biases, is_transposed=transposed)
+        self.matrices = ExpertMatrices(DenseExperts(up, transposed), DenseExperts(down, transposed), *biases)
         self.randn, self.hidden, self.num_experts, self.device = randn, hidden, num_experts, device
 
     def check(self, n, k=2, activate=SILU, kind="random", normalise=None, config=SMALL):
@@ -137,8 +140,9 @@ def test_ranks_with_whole_experts_sum_to_the_layer(device, n, kind):
     exact, total = experts_reference(x, routing, case.matrices, SILU), 0
     whole = case.matrices
     for first in (0, 2, 4):
-        own = [one[first : first + 2] for one in (whole.up, whole.down, whole.up_bias, whole.down_bias)]
-        share = ExpertMatrices(*own, first=first)
+        own = [DenseExperts(one.stored[first : first + 2]) for one in (whole.up, whole.down)]
+        biases = [one[first : first + 2] for one in (whole.up_bias, whole.down_bias)]
+        share = ExpertMatrices(*own, *biases, first=first)
         expected = experts_reference(x, routing, share, SILU)
         ours = experts(x, routing, share, SILU, config=SMALL)
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
@@ -148,7 +152,7 @@ def test_ranks_with_whole_experts_sum_to_the_layer(device, n, kind):
 
 def test_sixteen_bits_are_rounded_once_for_few_tokens(device):
     case = Case(device, 4, 64, 32)
-    half = [one.half() for one in (case.matrices.up, case.matrices.down)]
+    half = [DenseExperts(one.stored.half()) for one in (case.matrices.up, case.matrices.down)]
     matrices = ExpertMatrices(*half)
     for n in (2, 20):
         x, routing = case.randn(n, 64).half(), routed("random", n, 4, 2, device)
@@ -180,6 +184,48 @@ def test_a_token_that_is_not_finite_is_alone(device):
         ours = experts(x, routing, case.matrices, SILU, config=SMALL)
         assert ours[[0, 2]].isfinite().all()
         assert not ours[1].isfinite().any()
+
+
+class PackedCase(Case):
+    """Random MXFP4 experts with biases, of gpt-oss's form."""
+
+    def __init__(self, device, num_experts=5, hidden=96, size=64):
+        super().__init__(device, num_experts, hidden, size, bias=True)
+        biases = self.matrices.up_bias, self.matrices.down_bias
+        up, down = (mxfp4(num_experts, *shape, device) for shape in ((2 * size, hidden), (hidden, size)))
+        self.matrices = ExpertMatrices(up, down, *biases)
+
+
+def mxfp4(num_experts, num_outputs, num_inputs, device, dtype=torch.float32):
+    """Scales from 2^-5 to 2^-2, another one for every group."""
+    generator = torch.Generator(device).manual_seed(num_outputs)
+
+    def random(low, high, *shape):
+        shape = num_experts, num_outputs, num_inputs // 32, *shape
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator, device=device)
+
+    tensors = {"_blocks": random(0, 256, 16), "_scales": random(122, 126)}
+    return experts_scheme(Mxfp4Format()).weight(tensors, dtype)
+
+
+@pytest.mark.parametrize("block_inputs", [16, 32, 64], ids=["less than a group", "a group", "two, the last of one"])
+def test_quantized_experts_are_expanded_in_tiles(device, block_inputs):
+    config = DotConfig(32, block_inputs, 2, 2, 1, block_rows=16)
+    case = PackedCase(device)
+    for n in (2, 20):
+        case.check(n, activate=GPT_OSS, config=config)
+
+
+def test_quantized_experts_of_one_rank_and_tiles_as_they_are_chosen(device):
+    case = PackedCase(device, 3, 32, 32)
+    first = ExpertMatrices(case.matrices.up, case.matrices.down, first=2)
+    x, routing = case.randn(5, 32), routed("random", 5, 6, 3, device)
+    expected = experts_reference(x, routing, first, GPT_OSS)
+    torch.testing.assert_close(experts(x, routing, first, GPT_OSS), expected, atol=2e-5, rtol=1e-4)
+    case.check(70, activate=GPT_OSS, config=None)
+    for num_tokens in (1, 64, 65, 8192):
+        config = choose_grouped(32, 5760, 2880, num_tokens, 4, torch.bfloat16, is_packed=True)
+        assert config.block_inputs % 32 == 0, "whole groups"
 
 
 def test_no_token_is_no_launch(device):
@@ -223,22 +269,30 @@ def test_they_compile_for_sm90(tmp_path):
     """In tensor-core instructions, which the interpreter does not know, and without spilled registers."""
     script = """
         import torch, triton_for_sm90
+        from ringcore.kernels.dense_experts import DenseExperts
         from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
         from ringcore.kernels.experts import experts
+        from ringcore.checkpoint.quantization import Mxfp4Format
         from ringcore.kernels.precompile import intercept_launches
         from ringcore.kernels.router import route
+        from ringcore.model_executor.expert_schemes.schemes import experts_scheme
 
         def empty(*shape):
             return torch.empty(*shape, dtype=torch.bfloat16)
 
-        biased = ExpertMatrices(
-            empty(32, 512, 1024), empty(32, 512, 512), empty(32, 1024), empty(32, 512), is_transposed=True
-        )
+        up, down = DenseExperts(empty(32, 512, 1024), True), DenseExperts(empty(32, 512, 512), True)
+        biased = ExpertMatrices(up, down, empty(32, 1024), empty(32, 512))
+        blocks = {"_blocks": empty(32, 1024, 16, 16).byte(), "_scales": empty(32, 1024, 16).byte()}
+        packed = experts_scheme(Mxfp4Format()).weight(blocks, torch.bfloat16)
+        down = {name: tensor[:, :512].contiguous() for name, tensor in blocks.items()}
+        down = experts_scheme(Mxfp4Format()).weight(down, torch.bfloat16)
+        packed = ExpertMatrices(packed, down, empty(32, 1024), empty(32, 512))
         gates = ExpertGate(alpha=1.702, limit=7.0, offset=1.0, is_interleaved=True), ExpertGate()
         with intercept_launches() as found:
             for n, gate in ((4, gates[1]), (40, gates[1]), (100, gates[0])):
                 routing = Routing(torch.zeros(n, 4, dtype=torch.long), empty(n, 4))
                 experts(empty(n, 512), routing, biased, gate, add_to=torch.empty(n, 512))
+                experts(empty(n, 512), routing, packed, gates[0], add_to=torch.empty(n, 512))
             for n in (1, 64):
                 route(empty(n, 2048), empty(128, 2048), 8, True, counter=torch.zeros(1, dtype=torch.int32))
         for (kernel, _), variant in found.items():
@@ -257,7 +311,7 @@ def test_they_compile_for_sm90(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 6, "weighted_sum_kernel False False": 2}
+    kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 12, "weighted_sum_kernel False False": 2}
     kernels["_router_kernel False False"] = 2
     assert Counter(done.stdout.splitlines()) == kernels
 
@@ -268,7 +322,7 @@ def test_they_compile_for_sm90(tmp_path):
 def test_shapes_of_models_as_they_are_chosen(device, num_experts, k, hidden, size, n):
     """Of 16 bits: each number is rounded between the products and, for many tokens, after them."""
     case = Case(device, num_experts, hidden, size)
-    matrices = ExpertMatrices(case.matrices.up.bfloat16(), case.matrices.down.bfloat16())
+    matrices = ExpertMatrices(*(DenseExperts(one.stored.bfloat16()) for one in (case.matrices.up, case.matrices.down)))
     for kind in ("random", "one"):
         x, routing = case.randn(n, hidden).bfloat16(), routed(kind, n, num_experts, k, device)
         ours = experts(x, routing, matrices, SILU, out=torch.empty(n, hidden, device=device))

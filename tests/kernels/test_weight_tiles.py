@@ -123,6 +123,23 @@ def test_codes_of_every_value(device):
             assert torch.equal(found.cpu(), exact[:, ::16].t())
 
 
+def test_every_e2m1_code_and_power_of_2(device):
+    from ringcore.model_executor.linear_schemes.codes import E2M1_MAGNITUDES, E2m1Codes
+    from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
+
+    codes = torch.arange(32, dtype=torch.uint8) % 16
+    scales = torch.arange(255, dtype=torch.uint8)[:, None].to(device).view(torch.float8_e8m0fnu)
+    stored = (codes[::2] | codes[1::2] << 4).repeat(255, 1).to(device)
+    matrix = QuantizedMatrix(E2m1Codes(stored), scales, Groups(32))
+    magnitudes = torch.tensor(E2M1_MAGNITUDES)
+    exact = torch.cat((magnitudes, -magnitudes))[codes.long()] * (torch.arange(255)[:, None].double() - 127).exp2()
+    assert torch.equal(matrix.expanded().cpu(), exact.float())
+    finite = exact[:252].float()  # of larger ones 6 times is infinite, and the sum with products of 0 no number
+    matrix = QuantizedMatrix(E2m1Codes(stored[:252]), scales[:252], Groups(32))
+    found = skinny_linear(torch.eye(32, device=device), packed_weight(matrix, torch.float32), DOT)
+    assert torch.equal(found.cpu(), finite.t())
+
+
 def test_the_product_of_a_model(device, monkeypatch):
     """The product takes the kernels where there are some: few rows and many."""
     from ringcore.attention.context import NO_TOKEN_CONTEXT
@@ -148,10 +165,11 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
     """What the interpreter lets pass, the compiler may not. In a separate process, where Triton does not interpret."""
     script = """
         import torch, triton_for_sm90
+        from dataclasses import replace
         from ringcore.kernels.precompile import compile_variants, intercept_launches
         from ringcore.kernels.skinny_linear import skinny_linear
         from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
-        from ringcore.kernels.weight_tiles import BYTES_FP8, COLUMNS, NIBBLES, PackedWeight
+        from ringcore.kernels.packed_weight import BYTES_FP8, COLUMNS, NIBBLES, NIBBLES_E2M1, PackedWeight
 
         codes, scales, x = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 2), torch.zeros(1, 256).bfloat16()
         index, zeros = torch.zeros(256, dtype=torch.int32), torch.zeros(64, 2, dtype=torch.int16)
@@ -165,7 +183,8 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
             skinny_linear(x, packed(NIBBLES, zero=8), dot)
             skinny_linear(x, packed(NIBBLES, zeros=zeros, index=index, word_bytes=256), dot)
             skinny_linear(x, packed(COLUMNS, columns=index[:64], zeros=zeros), dot)
+            skinny_linear(x, replace(packed(NIBBLES_E2M1), scales=codes[:, :8], group_size=32), dot)
         compile_variants(list(intercepted.values()), torch.device("cpu"), 2)
         print(len(intercepted))
     """
-    assert run(script, tmp_path) == "4\n"
+    assert run(script, tmp_path) == "5\n"

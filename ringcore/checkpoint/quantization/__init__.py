@@ -1,5 +1,6 @@
 """Quantized checkpoints as data: which matrices are of which format, read from `quantization_config`, without torch."""
 
+from ringcore.checkpoint.quantization.expert_formats import ExpertsFormat, Mxfp4Format
 from ringcore.checkpoint.quantization.formats import (
     AwqFormat,
     CodesFormat,
@@ -14,9 +15,11 @@ from ringcore.checkpoint.quantization.rules import Quantization, Rule
 __all__ = [
     "AwqFormat",
     "CodesFormat",
+    "ExpertsFormat",
     "Format",
     "GptqFormat",
     "InputFormat",
+    "Mxfp4Format",
     "OnLoadFormat",
     "PackedFormat",
     "Quantization",

@@ -20,12 +20,14 @@ from ringcore.errors import ModelLoadError
 __all__ = ["check_contents"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_NO_EXPONENT = 255  # of scales that are powers of 2
 _INTEGERS = {"I32": np.int32, "I64": np.int64}
 
 
 def check_contents(index: Mapping[str, TensorEntry], quantization: Quantization) -> None:
     """Raises `ModelLoadError` that names the tensor and its file: of a dtype that is not the format's, a scale that is
     not finite, an input of a group that there is not."""
+    _check_experts(index, quantization)
     for matrix, form, tensor, entry in _quantized(index, quantization):
         name = f"{matrix}.{tensor.suffix}"
         fitting = _FLOATS if tensor.dtype == "F32" else (tensor.dtype,)
@@ -39,6 +41,17 @@ def check_contents(index: Mapping[str, TensorEntry], quantization: Quantization)
             _check_groups(entry, name, form)
         if tensor.suffix == "weight_shape":
             _check_shape(entry, name, form, index.get(f"{matrix}.weight_packed"))
+
+
+def _check_experts(index: Mapping[str, TensorEntry], quantization: Quantization) -> None:
+    for tensor in () if quantization.experts is None else quantization.experts.tensors:
+        for name, entry in index.items():
+            if not name.endswith(tensor.suffix):
+                continue
+            if entry.dtype != tensor.dtype:
+                raise _bad(entry, name, f"is {entry.dtype}, {quantization.method} has it in {tensor.dtype}")
+            if tensor.suffix == "_scales" and (np.frombuffer(_read(entry, name), np.uint8) == _NO_EXPONENT).any():
+                raise _bad(entry, name, "has the scale 255, which is no number; download it again")
 
 
 def _quantized(

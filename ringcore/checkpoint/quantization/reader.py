@@ -1,4 +1,4 @@
-"""Reads `quantization_config`: of compressed-tensors in its own module, of FP8 in blocks, AWQ and GPTQ here."""
+"""Reads `quantization_config`: of compressed-tensors in its own module, of FP8 in blocks, AWQ, GPTQ and MXFP4 here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.quantization.compressed_tensors import read_block, read_compressed_tensors
+from ringcore.checkpoint.quantization.expert_formats import Mxfp4Format
 from ringcore.checkpoint.quantization.fields import checked_patterns, refuse_others, require
 from ringcore.checkpoint.quantization.formats import AwqFormat, CodesFormat, GptqFormat, OnLoadFormat
 from ringcore.checkpoint.quantization.inputs import InputFormat
@@ -133,6 +134,17 @@ def _gptq(config: Metadata) -> Quantization:
     return Quantization("gptq", [Rule(targets, form)], [_LM_HEAD])
 
 
+def _mxfp4(config: Metadata) -> Quantization:
+    """Of experts alone."""
+    refuse_others(config, {"quant_method", "modules_to_not_convert", "dequantize"})
+    require(config, "dequantize", (None, False), "leave it out: the weights stay as they are")
+    field = "modules_to_not_convert"
+    for pattern in checked_patterns(config, field):
+        if "experts" in pattern:
+            raise config.error(field, f"has {pattern!r}: experts are all in MXFP4, or none; give a checkpoint without")
+    return Quantization("mxfp4", [], experts=Mxfp4Format())
+
+
 def _group_size(config: Metadata) -> int | None:
     """-1 is one group of all inputs."""
     return None if config.get("group_size") == -1 else config.integer("group_size")
@@ -143,4 +155,5 @@ _METHODS: Mapping[str, Callable[[Metadata], Quantization]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ringcore.checkpoint.quantization.expert_formats import ExpertsFormat
 from ringcore.checkpoint.quantization.formats import Format, OnLoadFormat
 
 __all__ = ["ALL_LINEARS", "Quantization", "Rule", "matches"]
@@ -24,12 +25,14 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Quantization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first rule that names a matrix gives its format, those for all linears last, unless `ignored` names it too.
 
-    method: for messages. is_on_load: the checkpoint is not quantized.
+    method: for messages. is_on_load: the checkpoint is not quantized. experts: of the matrices of all experts, where a
+    checkpoint has one tensor for a layer; None: they are dense.
     """
 
     method: str
     rules: list[Rule]
     ignored: list[str] = []
+    experts: ExpertsFormat | None = None
 
     @property
     def is_on_load(self) -> bool:

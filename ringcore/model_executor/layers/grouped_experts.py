@@ -1,15 +1,12 @@
-"""The experts of a mixture on a CPU: tokens sorted by expert, torch's grouped product over the experts with rows."""
+"""The experts of a mixture on a CPU: tokens sorted by expert, a product over the experts with rows."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, Routing
+from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, ExpertWeight, Routing
 
 __all__ = ["grouped_experts"]
-
-_ALIGNMENT = 16  # bytes, of every row that torch's grouped product takes
 
 
 def grouped_experts(
@@ -28,8 +25,8 @@ def grouped_experts(
     num_rows = int(ends[-1])
     experts, order = experts[:num_rows], order[:num_rows]
     tokens = order // routing.k
-    rows = _products(x[tokens], matrices.up, matrices.up_bias, matrices.is_transposed, experts, ends)
-    rows = _products(activate(rows), matrices.down, matrices.down_bias, matrices.is_transposed, experts, ends)
+    rows = _products(x[tokens], matrices.up, matrices.up_bias, experts, ends)
+    rows = _products(activate(rows), matrices.down, matrices.down_bias, experts, ends)
     rows = (rows if normalise is None else normalise(rows)).float()
     weights = routing.weights.reshape(-1)[order].float()
     # One after the other: the sum of a token has one order, whatever the other tokens are.
@@ -37,19 +34,10 @@ def grouped_experts(
 
 
 def _products(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    is_transposed: bool,
-    experts: torch.Tensor,
-    ends: torch.Tensor,
+    rows: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None, experts: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     """rows: [n, in], sorted by expert -> [n, out]. experts: [n] of each row; ends: [num_experts] int32."""
-    by_inputs = weight if is_transposed else weight.transpose(1, 2)
     if not len(rows):
-        return rows.new_empty(0, by_inputs.shape[2])
-    if any(size * weight.itemsize % _ALIGNMENT for size in weight.shape[1:]):  # of no published model
-        out = torch.bmm(rows[:, None], by_inputs[experts])[:, 0]
-    else:
-        out = F.grouped_mm(rows.contiguous(), by_inputs, offs=ends)
+        return rows.new_empty(0, weight.shape[1])
+    out = weight.product(rows, experts, ends)
     return out if bias is None else out + bias[experts]

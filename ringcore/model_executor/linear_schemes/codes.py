@@ -7,7 +7,19 @@ from typing import Self
 
 import torch
 
-__all__ = ["AwqCodes", "ByteCodes", "Codes", "HalvesCodes", "WordCodes", "awq_columns", "unpacked"]
+__all__ = [
+    "E2M1_MAGNITUDES",
+    "AwqCodes",
+    "ByteCodes",
+    "Codes",
+    "E2m1Codes",
+    "HalvesCodes",
+    "WordCodes",
+    "awq_columns",
+    "unpacked",
+]
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Codes(ABC):
@@ -57,6 +69,27 @@ class WordCodes(Codes):
 
     def numbers(self, first: int, end: int) -> torch.Tensor:
         return unpacked(self.words[first:end], self.bits)[:, : self.shape[1]].float()
+
+
+class E2m1Codes(Codes):
+    """4-bit floats, two a byte along the inputs, the lower nibble first: [num_outputs, num_inputs / 2] uint8.
+
+    A sign, two bits of exponent and one of mantissa: OCP, "Microscaling Formats (MX) Specification" 1.0."""
+
+    bits = 4
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.tensor = codes
+        self.shape = (codes.shape[0], 2 * codes.shape[1])
+
+    def numbers(self, first: int, end: int) -> torch.Tensor:
+        """By a table of what each byte means: two float32, looked up as one number of 8 bytes."""
+        codes = self.tensor[first:end]
+        magnitudes = torch.tensor(E2M1_MAGNITUDES, device=codes.device)
+        numbers = torch.cat((magnitudes, -magnitudes))
+        every_byte = torch.arange(256, device=codes.device)
+        pairs = torch.stack((numbers[every_byte & 15], numbers[every_byte >> 4]), 1).view(torch.int64).view(-1)
+        return pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32).view(-1, self.shape[1])
 
 
 class HalvesCodes(Codes):

@@ -16,7 +16,7 @@ from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Derived
 
 if TYPE_CHECKING:
-    from ringcore.kernels.weight_tiles import PackedWeight
+    from ringcore.kernels.packed_weight import PackedWeight
 
 __all__ = ["KernelProduct", "sums_in_float32"]
 

@@ -40,8 +40,8 @@ class Groups:
 class QuantizedMatrix:
     """weight = (code - zero) * scale.
 
-    scales: [num_outputs, groups] float32; zeros: likewise int16, or `zero` everywhere. Both of any strides. derived:
-    what of these was computed from the tensors of the checkpoint.
+    scales: [num_outputs, groups] float32, or float8_e8m0fnu, powers of 2; zeros: likewise int16, or `zero` everywhere.
+    Both of any strides. derived: what of these was computed from the tensors of the checkpoint.
     """
 
     codes: Codes
@@ -62,11 +62,12 @@ class QuantizedMatrix:
     def expanded(self, first: int = 0, end: int | None = None) -> torch.Tensor:
         """Of outputs `first` to `end`: [n, num_inputs] float32."""
         end = self.num_outputs if end is None else end
-        scales, zeros = self.scales[first:end], None if self.zeros is None else self.zeros[first:end]
+        scales, zeros = self.scales[first:end].float(), None if self.zeros is None else self.zeros[first:end]
         numbers = self.codes.numbers(first, end)
         if scales.shape[1] > 1 and self.groups.are_whole(self.num_inputs):
             grouped = numbers.view(len(numbers), -1, self.groups.size)
-            grouped = grouped.sub_(self.zero if zeros is None else zeros.unsqueeze(-1))
+            if zeros is not None or self.zero:
+                grouped.sub_(self.zero if zeros is None else zeros.unsqueeze(-1))
             return grouped.mul_(scales.unsqueeze(-1)).flatten(1)
         if scales.shape[1] > 1:
             groups = self.groups.of_inputs(self.num_inputs, scales.device)

@@ -10,6 +10,7 @@ import torch
 from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, route_reference
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.experts import BoundExperts
@@ -117,8 +118,8 @@ class Experts(WeightedLayer):
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         up, down = (tensors.pop(weight.name) for weight in self.weights())
         matrices = ExpertMatrices(
-            up.view(len(self._own), 2 * self._size, self._hidden),
-            down.view(len(self._own), self._hidden, self._size),
+            DenseExperts(up.view(len(self._own), 2 * self._size, self._hidden)),
+            DenseExperts(down.view(len(self._own), self._hidden, self._size)),
             first=self._own.start,
         )
         self._bound = BoundExperts(matrices, ExpertGate(), self._tp)

@@ -14,6 +14,7 @@ from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
+from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
 from ringcore.model_executor.loader import load_weights, pending_weights
@@ -258,7 +259,7 @@ def test_on_a_cpu_the_product_is_that_of_the_reference(sizes, transposed, first)
     biases = torch.randn(3, 2 * size, generator=generator), torch.randn(3, hidden, generator=generator)
     if transposed:
         up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
-    matrices = ExpertMatrices(up, down, *biases, is_transposed=transposed, first=first)
+    matrices = ExpertMatrices(DenseExperts(up, transposed), DenseExperts(down, transposed), *biases, first=first)
     x = torch.randn(7, hidden, generator=generator)
     for chosen in (torch.rand(7, 5, generator=generator).topk(2).indices, torch.zeros(7, 2, dtype=torch.long)):
         routing = Routing(chosen, torch.rand(7, 2, generator=generator))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,6 +57,19 @@ class TensorLayout:
     dtype: torch.dtype
     pieces: tuple[_Piece, ...]
     share: Ranges | None = None  # where a rank has only that
+    dummy: tuple[float, float] | None = None  # range of dummy weights; None: that of a dense tensor of its name
+
+    @classmethod
+    def of_one(
+        cls,
+        name: str,
+        checkpoint_name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        dummy: tuple[float, float] | None = None,
+    ) -> Self:
+        """A tensor that is one of the checkpoint's as it is."""
+        return cls(name, shape, dtype, (_Piece(checkpoint_name, shape, 0),), dummy=dummy)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -129,6 +142,8 @@ class TensorLayout:
 
     @property
     def _init(self) -> Uniform:
+        if self.dummy is not None:
+            return Uniform(*self.dummy)
         if len(self.shape) > 1:
             return Uniform.of_fan_in(self.shape[-1])
         return Uniform(-0.05, 0.05) if self.name.endswith("bias") else Uniform(0.8, 1.2)

@@ -1,11 +1,13 @@
 """The experts of a model of transformers by our experts function, whole or split over ranks.
 
-transformers calls the experts of every mixture through one interface, in which this function is registered. The tensors
-stay those of its modules, so the checkpoint's layout, dummy weights, sleep and updates know no difference.
+transformers calls the experts of every mixture through one interface, in which this function is registered. Dense
+tensors stay those of its modules, so the checkpoint's layout, dummy weights, sleep and updates know no difference;
+quantized ones are buffers of the same modules, by the names that the checkpoint has for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +16,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from ringcore.checkpoint.quantization import Quantization
 from ringcore.distributed.parallel import SingleRank, TensorParallel
-from ringcore.kernels.expert_matrices import ExpertMatrices, Routing
+from ringcore.kernels.expert_matrices import ExpertMatrices, ExpertWeight, Routing
+from ringcore.model_executor.expert_schemes.dense import DenseScheme
+from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
+from ringcore.model_executor.expert_schemes.schemes import experts_scheme
 from ringcore.model_executor.layers.experts import BoundExperts
-from ringcore.model_executor.models.transformers.checkpoint_layout import Ranges, TensorLayout
-from ringcore.model_executor.models.transformers.expert_forms import ExpertForm, form_of, is_experts
+from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
+from ringcore.model_executor.models.transformers.expert_forms import form_of, is_experts
+from ringcore.model_executor.models.transformers.expert_shares import BIASES, ExpertShare, shares_of_each, whole_experts
 from ringcore.model_executor.models.transformers.refusal import Refused
+from ringcore.model_executor.weight import CHECKPOINT_DTYPES
 
 __all__ = ["EXPERTS", "Experts"]
 
@@ -43,8 +51,9 @@ ExpertsInterface.register(EXPERTS, _experts)
 class Experts:
     """Of all modules of a model that transformers computes through its interface."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, quantization: Quantization | None = None) -> None:
         """model: on meta, with the layers of all stages."""
+        self._format = None if quantization is None else quantization.experts
         self._modules: dict[str, Any] = {name: one for name, one in model.named_modules() if is_experts(one)}
         self._forms = {name: form_of(module) for name, module in self._modules.items()}
         self._tp: dict[str, TensorParallel] = {}  # of those that are split
@@ -58,6 +67,35 @@ class Experts:
         names = dict.fromkeys(type(module).__name__ for module in own)
         return [f"{name} has an activation of its own between its products" for name in names]
 
+    def store(self, layouts: dict[str, TensorLayout]) -> None:
+        """The layouts of quantized experts become those of the tensors that the checkpoint has in their place. Raises
+        `Refused` where it has none, or the format does not fit their sizes."""
+        if self._format is None:
+            return
+        if not self._modules:
+            raise Refused("its experts are quantized, and it has none of transformers' interface")
+        for name, module in self._modules.items():
+            for leaf in (_up(module), _DOWN):
+                layout = layouts.pop(f"{name}.{leaf}")
+                if not layout.is_whole:
+                    raise Refused(f"its experts are quantized, and {layout.name!r} is not one tensor of a checkpoint")
+                layouts |= {stored.name: stored for stored in self._stored(module, leaf, layout)}
+
+    def _stored(self, module: Any, leaf: str, layout: TensorLayout) -> Iterator[TensorLayout]:
+        num_experts, *size = layout.shape
+        num_outputs, num_inputs = reversed(size) if module.is_transposed else size
+        checkpoint_name = next(iter(layout.tensors))
+        for tensor in self._scheme(module).tensors:
+            ExpertShare("inputs", ((0, num_inputs),)).ranges_of(tensor, layout.name)
+            assert tensor.dtype is not None, tensor
+            yield TensorLayout.of_one(
+                f"{layout.name}{tensor.suffix}",
+                f"{checkpoint_name}{tensor.suffix}",
+                (num_experts, *tensor.shape(num_outputs, num_inputs)),
+                CHECKPOINT_DTYPES[tensor.dtype],
+                tensor.dummy,
+            )
+
     def split(self, layouts: dict[str, TensorLayout], tp: TensorParallel, expert_parallel: bool) -> None:
         """Leaves this rank its share of the tensors, of which the layouts become those of the share: with
         expert_parallel whole experts, else a share of the intermediate size of each, where that divides and the
@@ -66,64 +104,55 @@ class Experts:
             raise Refused("expert_parallel=True, and it has no experts of transformers' interface to split")
         for name, form in self._forms.items():
             module = self._modules[name]
-            shares = _whole_experts(module, tp) if expert_parallel else _shares_of_each(module, form, tp)
-            for leaf, ranges in shares.items():
-                layouts[f"{name}.{leaf}"] = replace(layouts[f"{name}.{leaf}"], share=ranges)
-                whole = module.get_parameter(leaf)
-                module._parameters[leaf] = nn.Parameter(whole.new_empty(ranges.shape(whole.shape)), False)
+            size = module.get_parameter(_DOWN).shape[1 if module.is_transposed else 2]
+            if expert_parallel:
+                shares = whole_experts(_up(module), len(module.get_parameter(_DOWN)), module.has_bias, tp)
+            else:
+                shares = shares_of_each(_up(module), size, module.has_gate, module.has_bias, form, tp)
+            for leaf, share in shares.items():
+                self._split(layouts, name, leaf, share)
             if shares:
                 self._tp[name] = tp
+
+    def _split(self, layouts: dict[str, TensorLayout], name: str, leaf: str, share: ExpertShare) -> None:
+        module, is_bias = self._modules[name], leaf.endswith("_bias")
+        for tensor in BIASES if is_bias else self._scheme(module).tensors:
+            path = f"{name}.{leaf}{tensor.suffix}"
+            layouts[path] = replace(layouts[path], share=share.ranges_of(tensor, path))
+        # What transformers' own code sees of it, also of quantized ones, which it does not read.
+        (dense,), whole = BIASES if is_bias else DenseScheme(module.is_transposed).tensors, module.get_parameter(leaf)
+        shape = share.ranges_of(dense, leaf).shape(whole.shape)
+        module._parameters[leaf] = nn.Parameter(whole.new_empty(shape), False)
 
     def bind(self, expert_parallel: bool) -> None:
         """After the tensors of the modules are bound; those of other stages have none."""
         for name, form in self._forms.items():
             module = self._modules[name]
-            if module.down_proj.device.type == "meta":
+            up, down = self._weight(module, _up(module)), self._weight(module, _DOWN)
+            if up is None or down is None:
                 continue
             tp = self._tp.get(name, SingleRank())
-            first = tp.rank * len(module.down_proj) if expert_parallel else 0
-            adds_bias = expert_parallel or tp.rank == 0
-            module.ringcore = BoundExperts(_matrices(module, first, adds_bias), form.activate, tp, form.normalise)
+            first = tp.rank * down.shape[0] if expert_parallel else 0
+            adds_bias = expert_parallel or tp.rank == 0  # of outputs: one of the ranks whose outputs are summed
+            up_bias = module.get_parameter(f"{_up(module)}_bias") if module.has_bias else None
+            down_bias = module.get_parameter(f"{_DOWN}_bias") if module.has_bias and adds_bias else None
+            matrices = ExpertMatrices(up, down, up_bias, down_bias, first)
+            module.ringcore = BoundExperts(matrices, form.activate, tp, form.normalise)
+
+    def _scheme(self, module: Any) -> ExpertsScheme:
+        return experts_scheme(self._format, module.is_transposed)
+
+    def _weight(self, module: Any, leaf: str) -> ExpertWeight | None:
+        """None where its tensors are not of this stage."""
+        scheme, bound = self._scheme(module), module._parameters | module._buffers
+        tensors = {tensor.suffix: bound.get(f"{leaf}{tensor.suffix}") for tensor in scheme.tensors}
+        if any(tensor is None or tensor.is_meta for tensor in tensors.values()):
+            return None
+        return scheme.weight(tensors, module.get_parameter(leaf).dtype)
+
+
+_DOWN = "down_proj"
 
 
 def _up(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
-
-
-def _matrices(module: Any, first: int, adds_bias: bool) -> ExpertMatrices:
-    """adds_bias: of the outputs; False on a rank whose outputs are summed with those of one that adds it."""
-    up_bias = module.get_parameter(f"{_up(module)}_bias") if module.has_bias else None
-    down_bias = module.down_proj_bias if module.has_bias and adds_bias else None
-    return ExpertMatrices(
-        module.get_parameter(_up(module)), module.down_proj, up_bias, down_bias, module.is_transposed, first
-    )
-
-
-def _whole_experts(module: Any, tp: TensorParallel) -> dict[str, Ranges]:
-    num_experts = len(module.down_proj)
-    if num_experts % tp.size:
-        raise Refused(
-            f"its {num_experts} experts do not divide over {tp.size} ranks; give expert_parallel=False, which splits "
-            "each of them, or another tensor_parallel_size"
-        )
-    length = num_experts // tp.size
-    leaves = [_up(module), "down_proj", *([f"{_up(module)}_bias", "down_proj_bias"] if module.has_bias else [])]
-    return {leaf: Ranges(0, ((tp.rank * length, length),)) for leaf in leaves}
-
-
-def _shares_of_each(module: Any, form: ExpertForm, tp: TensorParallel) -> dict[str, Ranges]:
-    """None where each expert stays whole, and every rank computes all of them."""
-    size = module.down_proj.shape[1 if module.is_transposed else 2]
-    if not form.is_split or size % tp.size:
-        return {}
-    length = size // tp.size
-    own = (tp.rank * length, length)
-    if not module.has_gate:
-        of_up: tuple[tuple[int, int], ...] = (own,)
-    elif form.gate is not None and form.gate.is_interleaved:
-        of_up = ((2 * own[0], 2 * length),)
-    else:
-        of_up = (own, (size + own[0], length))
-    up, down = (2, 1) if module.is_transposed else (1, 2)
-    shares = {_up(module): Ranges(up, of_up), "down_proj": Ranges(down, (own,))}
-    return shares | ({f"{_up(module)}_bias": Ranges(1, of_up)} if module.has_bias else {})

@@ -16,6 +16,7 @@ from ringcore.errors import ModelLoadError, error_to_wire
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
 from ringcore.model_executor.models.transformers.construction import on_meta
+from ringcore.model_executor.models.transformers.experts import Experts
 from ringcore.model_executor.models.transformers.quantized_linears import dense_names, quantized_shapes
 from ringcore.model_executor.models.transformers.refusal import refusals_of
 from ringcore.model_executor.models.transformers.text_part import keep_text
@@ -34,6 +35,7 @@ def check_folder(start: FolderCheckStart) -> None:
         model = on_meta(spec, torch.float32)
         left_out = keep_text(Body(model), spec.max_position_embeddings)
         layouts = read_layouts(model, dense_names(TensorIndex(spec.weight_files), spec.quantization))
+        Experts(model, spec.quantization).store(layouts)
     expected = quantized_shapes(model, layouts, spec.quantization)
     with open_source(files, 0, expected) as source:
         assert source.shapes is not None, files

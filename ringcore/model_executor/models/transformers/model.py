@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.attention.layer import AnyAttention, Attention
 from ringcore.checkpoint import TensorIndex, TransformersSpec
+from ringcore.checkpoint.quantization import Quantization
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
@@ -95,7 +96,7 @@ class TransformersModel(CausalLM):
         if self.stage.size > 1:
             chain = read_chain(body, self._fusion.recognised.layers, spec.num_layers, num_positions)
         replaced = self._fusion.replaced
-        shares = self._split(model, layouts, tp)
+        shares = self._split(model, layouts, tp, spec.quantization)
         on_rank = whole if tp.size == 1 else record(body, num_positions)
         make_buffers(model)
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
@@ -121,10 +122,15 @@ class TransformersModel(CausalLM):
         _log.info("%s by transformers: %s", spec.model_type, self.report())
 
     def _split(
-        self, model: PreTrainedModel, layouts: dict[str, TensorLayout], tp: TensorParallel
+        self,
+        model: PreTrainedModel,
+        layouts: dict[str, TensorLayout],
+        tp: TensorParallel,
+        quantization: Quantization | None,
     ) -> Mapping[str, Share]:
         """Leaves the model this rank's share of what is not replaced."""
-        self._experts = Experts(model)
+        self._experts = Experts(model, quantization)
+        self._experts.store(layouts)
         if tp.size == 1:
             return {}
         self._experts.split(layouts, tp, self._expert_parallel)

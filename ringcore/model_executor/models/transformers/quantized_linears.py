@@ -65,9 +65,13 @@ def dense_names(found: Iterable[str], quantization: Quantization | None) -> list
     """The names that a dense checkpoint of the same model would have."""
     if quantization is None:
         return list(found)
-    names = []
+    names, of_experts = [], () if quantization.experts is None else quantization.experts.tensors
     for name in found:
         matrix, _, suffix = name.rpartition(".")
+        stored = next((tensor for tensor in of_experts if name.endswith(tensor.suffix)), None)
+        if stored is not None:
+            names.append(name.removesuffix(stored.suffix))
+            continue
         form = quantization.format_of(matrix)
         is_of_form = form is not None and any(tensor.suffix == suffix for tensor in form.tensors)
         names.append(f"{matrix}.weight" if is_of_form else name)

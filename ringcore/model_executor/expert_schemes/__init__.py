@@ -1,0 +1,1 @@
+"""How the matrices of experts are stored and multiplied: one file a scheme."""

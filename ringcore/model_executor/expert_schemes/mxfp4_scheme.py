@@ -1,0 +1,41 @@
+"""MXFP4 experts, as gpt-oss is published: 4-bit floats (e2m1) with a power of 2 for every 32 inputs.
+
+OCP, "Microscaling Formats (MX) Specification" 1.0. Blocks and scales stay where they were loaded; a product expands
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ringcore.checkpoint.matrix_tensors import MatrixTensor
+from ringcore.checkpoint.quantization import Mxfp4Format
+from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
+from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
+from ringcore.model_executor.linear_schemes.codes import E2m1Codes
+from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
+
+__all__ = ["Mxfp4Scheme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Scheme(ExpertsScheme):
+    format: Mxfp4Format
+
+    @property
+    def tensors(self) -> tuple[MatrixTensor, ...]:
+        return self.format.tensors
+
+    def weight(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ExpertWeight:
+        """_blocks: [num_experts, num_outputs, groups, 16] uint8; _scales: [num_experts, num_outputs, groups] uint8."""
+        blocks, scales = tensors["_blocks"], tensors["_scales"]
+        matrix = QuantizedMatrix(
+            E2m1Codes(blocks.flatten(0, 1).flatten(1)),
+            scales.flatten(0, 1).view(torch.float8_e8m0fnu),
+            Groups(self.format.group),
+        )
+        return QuantizedExperts(matrix, len(blocks), dtype)
