@@ -39,7 +39,7 @@ def decode_floor(
     """Milliseconds a step: all weights that are multiplied and the cache of `batch` sequences of `context` tokens, read
     once; or, where that takes longer, the products."""
     device = _Device(ceilings, size)
-    kv_bytes = batch * context * model.kv_numbers_a_token * bytes_a_number
+    kv_bytes = batch * model.kv_numbers(context) * bytes_a_number
     num_bytes = model.step_bytes(batch, bytes_a_number) + kv_bytes
     read_s, multiply_s = device.read_s(num_bytes), device.multiply_s(2.0 * model.step_weights * batch)
     if multiply_s > read_s:
@@ -56,10 +56,10 @@ def offline_floor(
     overlaps."""
     device = _Device(ceilings, size)
     lengths = offline_lengths(num_requests)
-    cached = sum(new * prompt + new * new / 2 for prompt, new in lengths)
+    cached = sum(model.kv_numbers_of_steps(prompt, new) for prompt, new in lengths)
     num_steps = max(new for _, new in lengths)
     decoding = (sum(new > step for _, new in lengths) for step in range(num_steps))
-    kv_s = device.read_s(cached * model.kv_numbers_a_token * bytes_a_number)
+    kv_s = device.read_s(cached * bytes_a_number)
     weights_s = device.read_s(sum(model.step_bytes(num_tokens, bytes_a_number) for num_tokens in decoding))
     prompts_s = device.multiply_s(sum(_prompt_flops(model, prompt) for prompt, _ in lengths))
     statement = (
@@ -82,4 +82,4 @@ def prefill_ceiling(
 
 def _prompt_flops(model: PublishedModel, num_tokens: int) -> float:
     """The output matrix is left out: it is for the last token alone."""
-    return 2.0 * model.layer_weights * num_tokens + 2.0 * model.attention_width * num_tokens**2
+    return 2.0 * model.layer_weights * num_tokens + model.attention_flops(num_tokens)

@@ -6,6 +6,7 @@ The numbers are those of the config.json that each model was published with.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.shapes import (
     DEEPSEEK_V2_LITE,
     FP8_OF_QWEN3,
     GLM4,
+    GPT_OSS_20B,
     GRANITE,
     LLAMA_32,
     OLMO2,
@@ -64,7 +66,8 @@ class PublishedModel:
     @property
     def _num_experts(self) -> int:
         """Of a layer that has any."""
-        return int(self.config.get("num_experts") or self.config.get("n_routed_experts") or 0)
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        return next((int(self.config[name]) for name in names if name in self.config), 0)
 
     @property
     def _num_dense(self) -> int:
@@ -72,20 +75,24 @@ class PublishedModel:
         layers = self.config["num_hidden_layers"]
         return int(self.config.get("first_k_dense_replace", 0) if self._num_experts else layers)
 
-    def _mlp_weights(self, num_experts: float) -> float:
-        """Of all layers, with so many of the experts of each that has some; those that are shared, beside."""
+    def _expert_weights(self, num_experts: float) -> float:
+        """Of all layers that have experts, with so many of each; without the router, and those that are shared."""
+        c = self.config
+        expert = 3 * c["hidden_size"] * c.get("moe_intermediate_size", c["intermediate_size"])
+        return float((c["num_hidden_layers"] - self._num_dense) * num_experts * expert)
+
+    @property
+    def _other_weights(self) -> float:
+        """Of the products of all layers that every token takes: attention, MLPs, routers, and experts that are shared;
+        norms are too few to count."""
         c = self.config
         dense = self._num_dense * 3 * c["hidden_size"] * c["intermediate_size"]
-        if not self._num_experts:
-            return float(dense)
-        expert = 3 * c["hidden_size"] * c["moe_intermediate_size"]
-        router = c["hidden_size"] * self._num_experts
-        of_layer = (num_experts + c.get("n_shared_experts", 0)) * expert + router
-        return float(dense + (c["num_hidden_layers"] - self._num_dense) * of_layer)
+        routers = (c["num_hidden_layers"] - self._num_dense) * c["hidden_size"] * self._num_experts
+        shared = self._expert_weights(c.get("n_shared_experts", 0))
+        return float(c["num_hidden_layers"] * self._attention_weights + dense + routers + shared)
 
     def _layer_weights(self, num_experts: float) -> float:
-        """Of all layers' products; their norms are too few to count."""
-        return self.config["num_hidden_layers"] * self._attention_weights + self._mlp_weights(num_experts)
+        return self._other_weights + self._expert_weights(num_experts)
 
     @property
     def _head_weights(self) -> int:
@@ -106,13 +113,17 @@ class PublishedModel:
         those that are active. Of the embedding it reads a row a token."""
         chosen = self.config.get("num_experts_per_tok", 0) / (self._num_experts or 1)
         active = self._num_experts * (1 - (1 - chosen) ** num_tokens)
-        return self._layer_weights(active) * self._bytes_a_weight(bytes_a_number) + self._head_weights * bytes_a_number
+        of_experts = self._expert_weights(active) * self._bytes_a_weight(bytes_a_number, is_expert=True)
+        of_layers = self._other_weights * self._bytes_a_weight(bytes_a_number, is_expert=False)
+        return of_experts + of_layers + self._head_weights * bytes_a_number
 
-    def _bytes_a_weight(self, bytes_a_number: int) -> float:
+    def _bytes_a_weight(self, bytes_a_number: int, *, is_expert: bool) -> float:
         """Of a layer's matrices, scales and zeros with them."""
         packed = self.config.get("quantization_config")
-        if packed is None:
+        if packed is None or (packed["quant_method"] == "mxfp4" and not is_expert):
             return bytes_a_number
+        if packed["quant_method"] == "mxfp4":
+            return 4.25 / 8  # a byte of scale for 32
         if packed["quant_method"] == "fp8":
             rows, columns = packed["weight_block_size"]
             return 1 + 4 / (rows * columns)
@@ -127,19 +138,45 @@ class PublishedModel:
 
     @property
     def kv_numbers_a_token(self) -> int:
-        c = self.config
-        if self._is_latent:
-            return int(c["num_hidden_layers"] * (c["kv_lora_rank"] + c["qk_rope_head_dim"]))
-        return int(2 * c["num_hidden_layers"] * c["num_key_value_heads"] * self.head_dim)
+        """That are kept, of all layers, while the token is within their windows."""
+        return int(self.config["num_hidden_layers"] * self._kv_numbers_a_layer)
 
     @property
-    def attention_width(self) -> int:
-        """Query numbers of a token in all layers: each takes 2 * n * n FLOPs of a prompt of n tokens, causally."""
+    def _kv_numbers_a_layer(self) -> int:
+        c = self.config
+        if self._is_latent:
+            return int(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+        return int(2 * c["num_key_value_heads"] * self.head_dim)
+
+    def kv_numbers(self, context: float) -> float:
+        """That a decode step reads of the cache of a sequence of so many tokens."""
+        return self._kv_numbers_a_layer * sum(min(context, window) for window in self._windows)
+
+    def kv_numbers_of_steps(self, prompt: int, new: int) -> float:
+        """That the steps of a completion read: the context grows from `prompt` by `new` tokens."""
+        within = [min(new, max(0.0, window - prompt)) for window in self._windows]
+        tokens = (
+            grown * prompt + grown * grown / 2 + (new - grown) * (0 if grown == new else window)
+            for grown, window in zip(within, self._windows, strict=True)
+        )
+        return self._kv_numbers_a_layer * sum(tokens)
+
+    @property
+    def _windows(self) -> list[float]:
+        """Of each layer in tokens; infinite where it sees all."""
+        layers = self.config["num_hidden_layers"]
+        kinds = self.config.get("layer_types") or ["full_attention"] * layers
+        return [float(self.config["sliding_window"]) if kind == "sliding_attention" else math.inf for kind in kinds]
+
+    def attention_flops(self, num_tokens: int) -> float:
+        """Of a prompt, causally: a token with those before it, or with those of its window."""
         c = self.config
         head = (
             (c["qk_nope_head_dim"] + c["qk_rope_head_dim"] + c["v_head_dim"]) / 2 if self._is_latent else self.head_dim
         )
-        return int(c["num_hidden_layers"] * c["num_attention_heads"] * head)
+        seen = (min(num_tokens, window) for window in self._windows)
+        pairs = sum(tokens * (num_tokens - tokens / 2) for tokens in seen)
+        return float(4 * c["num_attention_heads"] * head * pairs)
 
     def write(self, folder: Path) -> Path:
         """A model folder in `folder`, with the config.json alone."""
@@ -171,6 +208,7 @@ MODELS: dict[str, PublishedModel] = {
         PublishedModel("Phi-4", PHI4),
         PublishedModel("Qwen3-30B-A3B", QWEN3_30B_A3B),
         PublishedModel("DeepSeek-V2-Lite", DEEPSEEK_V2_LITE),
+        PublishedModel("gpt-oss-20b", GPT_OSS_20B),
         PublishedModel("Qwen3-8B-FP8", {**_QWEN3_8B, "quantization_config": dict(FP8_OF_QWEN3)}),
         PublishedModel("Qwen3-8B-AWQ", {**_QWEN3_8B, "quantization_config": dict(AWQ_OF_QWEN3)}),
     )

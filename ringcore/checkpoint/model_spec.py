@@ -123,6 +123,7 @@ class TransformersSpec(CommonSpec, frozen=True, kw_only=True, tag="transformers"
     layer_width: int  # an estimate: the most numbers that a token has at once in a layer, beside the hidden states
     is_part: bool = False  # of a model of several parts, as those that see images are: the text model, which is served
     num_experts: int = 0  # of each mixture, as far as the configuration has it by a name that is known
+    expert_size: int = 0  # the intermediate size of an expert, likewise
 
     def few_layers(self) -> TransformersSpec:
         """The first layers, enough for one of every kind that `layer_types` names, and one after the dense layers that

@@ -64,6 +64,7 @@ def read_transformers_spec(config: Metadata, files: ModelFiles, quantization: st
         layer_width=_layer_width(text),
         is_part=TEXT_CONFIG in config,
         num_experts=_largest(text, _EXPERTS, 0),
+        expert_size=_largest(text, ("moe_intermediate_size", *_INNER), 0),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringcore.checkpoint import AnySpec, ModelSpec
-from ringcore.checkpoint.quantization.shares import refused_shares
+from ringcore.checkpoint.quantization.shares import refused_expert_shares, refused_shares
 from ringcore.config.admin_keys import check_endpoint, read_server_keys
 from ringcore.config.host_checks import check_hosts
 from ringcore.config.options import (
@@ -202,8 +202,11 @@ def check_together(
         _check_device_ids(device, parallel)
     if parallel.expert_parallel:
         _check_experts(spec, size)
-    if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what cannot be split
+    if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what else cannot be split
         _check_split(spec, size, parallel.expert_parallel)
+    elif not parallel.expert_parallel and (refused := refused_expert_shares(spec, size)) is not None:
+        remedy = "give expert_parallel=True, by which each rank has whole experts, or another number"
+        raise bad_value("tensor_parallel_size", size, f"{refused}; {remedy}")
 
 
 def _check_device_ids(device: DeviceConfig, parallel: ParallelConfig) -> None:

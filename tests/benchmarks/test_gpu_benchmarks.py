@@ -57,7 +57,7 @@ def test_published_models_have_the_weights_they_are_named_for() -> None:
     small = {"Llama-3.2-1B": 1.236, "Qwen3-0.6B": 0.596, "Llama-3.2-3B": 3.213, "Qwen3-4B": 4.022}
     large = {"Qwen3-8B": 8.190, "OLMo-2-7B": 7.298, "Granite-3.3-8B": 8.171, "GLM-4-9B": 9.399, "Phi-4": 14.659}
     experts = {"Qwen3-30B-A3B": 30.532, "DeepSeek-V2-Lite": 15.706}
-    packed = {"Qwen3-8B-FP8": 8.190, "Qwen3-8B-AWQ": 8.190}
+    packed = {"Qwen3-8B-FP8": 8.190, "Qwen3-8B-AWQ": 8.190, "gpt-oss-20b": 20.908}
     assert counts == pytest.approx(small | large | experts | packed, abs=1e-3)
     assert MODELS["Qwen3-8B"].step_weights / 1e9 == pytest.approx(7.568, abs=1e-3)
     assert MODELS["Qwen3-8B"].kv_numbers_a_token * 2 == 147_456
@@ -93,6 +93,13 @@ def test_floors_are_what_must_be_read_and_multiplied() -> None:
     every_expert = experts.num_weights - experts.config["hidden_size"] * experts.config["vocab_size"]
     assert experts.step_bytes(10_000, 2) == pytest.approx(2 * every_expert)
     assert decode_floor(packed, MACHINE, 1, 2, 1, 384).value == pytest.approx(1.047, abs=1e-3)
+    oss = MODELS["gpt-oss-20b"]
+    # 24 layers of 64 heads and 8 KV heads of 64, a router, 4 experts of 3 matrices in 4.25 bits; the head in 16.
+    layers = 24 * (2 * (2880 * 64 * 2 * (64 + 8) + 32 * 2880) + 4 * 3 * 2880 * 2880 * 4.25 / 8)
+    assert oss.step_bytes(1, 2) == pytest.approx(layers + 2 * 2880 * 201_088)
+    assert oss.kv_numbers(1000) == 12 * 2 * 8 * 64 * (1000 + 128)
+    assert oss.kv_numbers_of_steps(100, 50) == pytest.approx(sum(oss.kv_numbers(100 + i + 0.5) for i in range(50)))
+    assert oss.attention_flops(1000) == 12 * 4 * 64 * 64 * (1000 * 1000 / 2 + 128 * (1000 - 64))
     many = decode_floor(large, MACHINE, 1, 2, 4096, 1)
     assert many.value == pytest.approx(2 * large.step_weights * 4096 / 687e12 * 1e3)
     assert many.statement == "the products of 4096 tokens at 687 TFLOP/s"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ringcore.checkpoint.expected_tensors import matrices
 from ringcore.checkpoint.matrix_tensors import Inputs, Outputs
-from ringcore.checkpoint.model_spec import ModelSpec
+from ringcore.checkpoint.model_spec import ModelSpec, TransformersSpec
 
-__all__ = ["refused_shares"]
+__all__ = ["refused_expert_shares", "refused_shares"]
 
 
 def refused_shares(spec: ModelSpec, num_ranks: int) -> str | None:
@@ -29,6 +29,22 @@ def refused_shares(spec: ModelSpec, num_ranks: int) -> str | None:
                         f"a rank's share of {matrix!r} is {share} {kind}, and its tensor {tensor.suffix!r} packs "
                         f"{axis.per_entry} in a word"
                     )
+    return None
+
+
+def refused_expert_shares(spec: TransformersSpec, num_ranks: int) -> str | None:
+    """Why the quantized experts of a model cannot be split over this many ranks, or None. An intermediate size that
+    does not divide is whole on every rank."""
+    if spec.quantization is None or spec.quantization.experts is None or spec.expert_size % num_ranks:
+        return None
+    share = spec.expert_size // num_ranks
+    for tensor in spec.quantization.experts.tensors:
+        for axis in tensor.axes:
+            if isinstance(axis, Inputs) and share % axis.per_entry:
+                return (
+                    f"a rank's share of an expert is {share} of its intermediate size {spec.expert_size}, and the "
+                    f"{spec.quantization.method} scales are of {axis.per_entry} each"
+                )
     return None
 
 
