@@ -12,6 +12,7 @@ from ringcore.checkpoint.quantization import (
     CodesFormat,
     GptqFormat,
     InputFormat,
+    Mxfp4Format,
     OnLoadFormat,
     PackedFormat,
 )
@@ -33,6 +34,7 @@ PACKED = {
 }
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "GEMM"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": True, "damp_percent": 0.01}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -140,6 +142,10 @@ def test_formats(tmp_path, config, expected):
         (with_(GPTQ, checkpoint_format="gptq_v2"), "checkpoint_format' is 'gptq_v2'; known: 'gptq'"),
         (with_(GPTQ, dynamic={"-:x": {}}), "dynamic' is"),
         (with_(GPTQ, bits=2), "bits' is 2"),
+        (with_(MXFP4, modules_to_not_convert=["lm_head", "layers.0.mlp.experts"]), "'layers.0.mlp.experts': experts are"),
+        (with_(MXFP4, dequantize=True), "dequantize' is True"),
+        (with_(MXFP4, group_size=16), "group_size' is 16, which is not known here"),
+        (MXFP4, "'quantization_config' is 'mxfp4', which is of experts of transformers' models"),
         (with_(FP8, fmt="e5m2"), "fmt' is 'e5m2'"),
         (with_(FP8, scale_fmt="ue8m0"), "scale_fmt' is 'ue8m0', which is not known here"),
         (with_(FP8, activation_scheme="static"), "activation_scheme' is 'static'"),
@@ -151,6 +157,14 @@ def test_what_is_not_computed_is_refused_by_its_name(tmp_path, config, match):
     with pytest.raises(ModelLoadError, match=match) as caught:
         read(tmp_path / "m", config)
     assert caught.value.details["path"].endswith("config.json")
+
+
+def test_mxfp4_is_of_experts_alone(tmp_path):
+    found = read(tmp_path / "m", MXFP4, model_type="gpt_oss", architectures=["GptOssForCausalLM"])
+    assert found.experts == Mxfp4Format()
+    assert found.format_of(Q_PROJ) is None
+    with pytest.raises(ModelLoadError, match="quantization='int4' needs a 16-bit checkpoint"):
+        read(tmp_path / "n", MXFP4, "int4", model_type="gpt_oss", architectures=["GptOssForCausalLM"])
 
 
 def test_rules_by_the_name_of_a_matrix(tmp_path):
