@@ -1,5 +1,5 @@
-"""gpt-oss as it is published, small: MXFP4 experts, sinks, windows in every other layer, clamped gates. Through the whole
-engine in float32: the tokens of transformers with the expanded weights."""
+"""gpt-oss as it is published, small: MXFP4 experts, sinks, windows in every other layer, clamped gates. Through the
+whole engine in float32: the tokens of transformers with the expanded weights."""
 
 from __future__ import annotations
 

@@ -81,15 +81,14 @@ class E2m1Codes(Codes):
     def __init__(self, codes: torch.Tensor) -> None:
         self.tensor = codes
         self.shape = (codes.shape[0], 2 * codes.shape[1])
+        numbers = torch.tensor([*E2M1_MAGNITUDES, *(-number for number in E2M1_MAGNITUDES)], device=codes.device)
+        every_byte = torch.arange(256, device=codes.device)
+        # The two numbers of each byte, float32, as one of 8 bytes: looked up twice as fast.
+        self._pairs = torch.stack((numbers[every_byte & 15], numbers[every_byte >> 4]), 1).view(torch.int64).view(-1)
 
     def numbers(self, first: int, end: int) -> torch.Tensor:
-        """By a table of what each byte means: two float32, looked up as one number of 8 bytes."""
-        codes = self.tensor[first:end]
-        magnitudes = torch.tensor(E2M1_MAGNITUDES, device=codes.device)
-        numbers = torch.cat((magnitudes, -magnitudes))
-        every_byte = torch.arange(256, device=codes.device)
-        pairs = torch.stack((numbers[every_byte & 15], numbers[every_byte >> 4]), 1).view(torch.int64).view(-1)
-        return pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32).view(-1, self.shape[1])
+        codes = self.tensor[first:end].reshape(-1).int()
+        return self._pairs.index_select(0, codes).view(torch.float32).view(-1, self.shape[1])
 
 
 class HalvesCodes(Codes):
