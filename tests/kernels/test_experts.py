@@ -208,10 +208,14 @@ def mxfp4(num_experts, num_outputs, num_inputs, device, dtype=torch.float32):
     return experts_scheme(Mxfp4Format()).weight(tensors, dtype)
 
 
-@pytest.mark.parametrize("block_inputs", [16, 32, 64], ids=["less than a group", "a group", "two, the last of one"])
-def test_quantized_experts_are_expanded_in_tiles(device, block_inputs):
+@pytest.mark.parametrize(
+    ("block_inputs", "hidden"),
+    [(16, 32), (32, 32), (64, 96)],
+    ids=["less than a group", "a group", "two, the last of one"],
+)
+def test_quantized_experts_are_expanded_in_tiles(device, block_inputs, hidden):
     config = DotConfig(32, block_inputs, 2, 2, 1, block_rows=16)
-    case = PackedCase(device)
+    case = PackedCase(device, hidden=hidden, size=32)
     for n in (2, 20):
         case.check(n, activate=GPT_OSS, config=config)
 
