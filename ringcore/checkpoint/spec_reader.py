@@ -15,6 +15,7 @@ from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import MAX_SIZES, AnySpec, CommonSpec, ExpertsSpec, ModelSpec
 from ringcore.checkpoint.quantization import Quantization
+from ringcore.checkpoint.quantization.expert_formats import can_stack
 from ringcore.checkpoint.quantization.reader import read_quantization
 from ringcore.checkpoint.sliding_windows import read_windows
 from ringcore.checkpoint.transformers_spec import read_transformers_spec
@@ -22,6 +23,9 @@ from ringcore.errors import ModelLoadError
 
 __all__ = ["read_model_spec"]
 
+_NOT_OF_EXPERTS = (
+    "which is not computed; give them in 'fp8', or in 'compressed-tensors' without act-order and scales of inputs"
+)
 # The names that config.json has for an activation.
 _ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
@@ -118,7 +122,7 @@ def _from_config(
 
 
 def _quantization(config: Metadata, on_load: str | None, experts: ExpertsSpec | None) -> Quantization | None:
-    """A tied head is the embedding's table, which is dense; so are experts and their router."""
+    """A tied head is the embedding's table, which is dense; so is a router, and so are experts on load."""
     found = read_quantization(config, on_load)
     if found is None:
         return None
@@ -127,9 +131,9 @@ def _quantization(config: Metadata, on_load: str | None, experts: ExpertsSpec | 
     ignored = ["lm_head"] if config.flag("tie_word_embeddings", False) else []
     if experts is not None:
         matrix = f"model.layers.0.{expert_matrix('mlp', 0, EXPERT_MATRICES[0])}"
-        if not found.is_on_load and found.format_of(matrix) is not None:
-            raise config.error("quantization_config", "quantizes experts, which are computed dense; give another model")
-        ignored += [ROUTER, "experts"]
+        if not found.is_on_load and not can_stack(found.format_of(matrix)):
+            raise config.error("quantization_config", f"quantizes experts in {found.method!r}, {_NOT_OF_EXPERTS}")
+        ignored += [ROUTER, "experts"] if found.is_on_load else [ROUTER]
     return msgspec.structs.replace(found, ignored=[*found.ignored, *ignored])
 
 

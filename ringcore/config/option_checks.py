@@ -251,7 +251,7 @@ def _check_split(spec: ModelSpec, size: int, expert_parallel: bool) -> None:
             f"{spec.num_kv_heads} KV heads and an intermediate size of {spec.intermediate_size} "
             f"cannot be split or replicated evenly over {size} ranks",
         )
-    refused = refused_shares(spec, size)
+    refused = refused_shares(spec, size, expert_parallel)
     if refused is not None:
         raise bad_value("tensor_parallel_size", size, f"{refused}; lower it")
 

@@ -66,6 +66,10 @@ class ExpertWeight(ABC):
         """As the kernels read it: dense, [num_experts, num_outputs, num_inputs], or the last two exchanged where
         `is_transposed`, contiguous; or the experts' outputs one after the other, num_experts * num_outputs."""
 
+    def rounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, num_inputs] of any float dtype, as the product is to see them."""
+        return rows
+
     @abstractmethod
     def numbers(self, experts: torch.Tensor) -> torch.Tensor:
         """experts: [n] int64 -> their matrices, [n, num_outputs, num_inputs] float32: the reference of all products."""
@@ -74,6 +78,9 @@ class ExpertWeight(ABC):
     def product(self, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """On a CPU. rows: [n, num_inputs] of `dtype`, n > 0, sorted by expert; experts: [n] int64, of each row; ends:
         [num_experts] int32, where the rows of each end -> [n, num_outputs] of `dtype`."""
+
+    def refresh(self) -> None:  # noqa: B027 - most derive nothing
+        """The stored tensors have new contents: recomputes what was derived from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,7 @@ def experts_reference(
 
 
 def _products(rows: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
-    out = torch.bmm(weight.numbers(local), rows[:, :, None])[:, :, 0]
+    out = torch.bmm(weight.numbers(local), weight.rounded(rows)[:, :, None])[:, :, 0]
     return out if bias is None else out + bias[local].float()
 
 

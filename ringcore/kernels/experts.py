@@ -123,7 +123,7 @@ class GroupedProducts:
         sums: _Sum | None = None,
     ) -> torch.Tensor:
         """x: a row a token, or a pair where reads_pairs -> a row a pair: [num_pairs, num_outputs] of dtype."""
-        matrices, routing, k = self._matrices, self._routing, self._routing.k
+        matrices, routing, k, x = self._matrices, self._routing, self._routing.k, weight.rounded(x)
         (num_experts, num_weights, num_inputs), stored = weight.shape, weight.stored
         num_outputs = num_weights if gate is None else num_weights // 2
         is_packed = isinstance(stored, PackedWeight)

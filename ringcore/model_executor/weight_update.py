@@ -168,7 +168,10 @@ def _write(part: WeightPart, out: torch.Tensor, first: int, rows: torch.Tensor) 
     place_in_run = torch.tensor(part.order).argsort()
     numbers = torch.arange(at, at + len(rows))
     places = numbers - numbers % part.run + place_in_run[numbers % part.run]
-    out.index_copy_(0, places.to(out.device), rows.to(out.device, out.dtype))
+    rows = rows.to(out.device, out.dtype)
+    if out.itemsize == 1:  # torch copies no FP8 by an index
+        out, rows = out.view(torch.uint8), rows.view(torch.uint8)
+    out.index_copy_(0, places.to(out.device), rows)
 
 
 def _refused(name: str, reason: str) -> InvalidRequestError:

@@ -203,7 +203,7 @@ def test_on_load(tmp_path):
         read(tmp_path / "o", AWQ, "fp8")
 
 
-def test_experts_are_dense(tmp_path):
+def test_experts_on_load_and_of_awq(tmp_path):
     model = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 4,
@@ -215,7 +215,10 @@ def test_experts_are_dense(tmp_path):
     found = read(tmp_path / "a", None, "int4", **model)
     assert found.format_of(Q_PROJ) is not None
     assert found.format_of(expert) is None
-    with pytest.raises(ModelLoadError, match="'quantization_config' quantizes experts, which are computed dense"):
+    with pytest.raises(
+        ModelLoadError,
+        match="'quantization_config' quantizes experts in 'awq', which is not",
+    ):
         read(tmp_path / "b", AWQ, **model)
     ignoring = with_(AWQ, modules_to_not_convert=["mlp.experts", "mlp.gate"])
     assert read(tmp_path / "c", ignoring, **model).format_of(expert) is None
@@ -237,7 +240,7 @@ def test_shares_that_cut_a_word_are_refused(tmp_path):
     assert "k_proj' is 12 outputs, and its tensor 'qweight' packs 8" in refused_shares(spec, 2)
 
 
-def test_experts_and_their_router_are_dense(tmp_path):
+def test_a_router_is_dense_and_experts_where_they_can_be_stacked_are_not(tmp_path):
     mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [0]}
     on_load = read(tmp_path, None, "int4", **mixture)
     experts = [f"model.layers.1.mlp.{name}" for name in ("gate", "experts.0.gate_proj", "experts.3.down_proj")]
@@ -245,5 +248,8 @@ def test_experts_and_their_router_are_dense(tmp_path):
     assert None not in [on_load.format_of(name) for name in (Q_PROJ, "model.layers.0.mlp.gate_proj")]
     kept = with_(PACKED, ignore=["lm_head", "re:.*experts.*"])
     assert read(tmp_path, kept, **mixture).format_of(Q_PROJ) == PackedFormat(4, 16)
-    with pytest.raises(ModelLoadError, match="'quantization_config' quantizes experts, which are computed dense"):
-        read(tmp_path, PACKED, **mixture)
+    for quantized in (PACKED, FP8):
+        found = read(tmp_path, quantized, **mixture)
+        assert [found.format_of(name) is None for name in experts] == [True, False, False]
+    with pytest.raises(ModelLoadError, match="'quantization_config' quantizes experts in 'compressed-tensors', which"):
+        read(tmp_path, group(weights__actorder="group"), **mixture)

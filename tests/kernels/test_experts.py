@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringcore.checkpoint.quantization import Mxfp4Format
+from ringcore.checkpoint.quantization import CodesFormat, InputFormat, Mxfp4Format
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.experts import experts, new_expert_counters
@@ -24,6 +24,9 @@ from ringcore.kernels.experts_configs import choose_grouped, max_items
 from ringcore.kernels.experts_sort import sort_pairs, sort_pairs_reference
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor.expert_schemes.schemes import experts_scheme
+from ringcore.model_executor.expert_schemes.stacked import stacked_weight
+from ringcore.model_executor.linear_schemes.codes_scheme import CodesScheme
+from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = DotConfig(32, 32, 2, 2, 1, block_rows=16)
@@ -218,6 +221,30 @@ def test_quantized_experts_are_expanded_in_tiles(device, block_inputs, hidden):
     case = PackedCase(device, hidden=hidden, size=32)
     for n in (2, 20):
         case.check(n, activate=GPT_OSS, config=config)
+
+
+def test_experts_in_blocks_of_fp8_with_rounded_inputs(device):
+    """As they are stacked of a checkpoint's single matrices; a rank's share begins within a block."""
+    form = CodesFormat("fp8", "block", (32, 16), "weight_scale_inv", InputFormat("fp8", "group", 16))
+    num_experts, hidden, size = 3, 32, 24
+    case, scheme = Case(device, num_experts, hidden, size), CodesScheme(form)
+
+    def stacked(num_outputs, inputs, start, length):
+        own = OutputSlice("m", num_outputs, start, length)
+        shard = LinearShard("experts", (own,) * num_experts, inputs, torch.float32)
+        tensors = {
+            suffix: (case.randn(*weight.shape).abs() + 0.1).to(weight.dtype)
+            for suffix, weight in scheme.weights(shard).items()
+        }
+        return stacked_weight(scheme, shard, tensors, num_experts)
+
+    up = stacked(96, InputSlice.whole(hidden), 40, 2 * size)
+    case.matrices = ExpertMatrices(up, stacked(hidden, InputSlice(48, 24, size), 0, hidden))
+    x, routing = case.randn(20, hidden), routed("random", 20, num_experts, 2, device)
+    exact = experts_reference(x, routing, case.matrices, SILU)
+    ours = experts(x, routing, case.matrices, SILU, config=SMALL)
+    assert (ours - exact).norm() < 0.01 * exact.norm(), "a sum near the middle of two codes is rounded to either"
+    assert up.rounded(x).unique().numel() < x.numel()
 
 
 def test_quantized_experts_of_one_rank_and_tiles_as_they_are_chosen(device):

@@ -1,6 +1,8 @@
 """The formats of quantized experts: the tensors of each, of one expert's matrix.
 
 Mxfp4Format    4-bit floats with a power of 2 for every 32 inputs, as gpt-oss is published
+
+Experts that a checkpoint has one by one are matrices in the formats of linears, of which `can_stack` takes some.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from typing import ClassVar
 import msgspec
 
 from ringcore.checkpoint.matrix_tensors import Fixed, Inputs, MatrixTensor, Outputs
+from ringcore.checkpoint.quantization.formats import CodesFormat, Format, PackedFormat
 
-__all__ = ["ExpertsFormat", "Mxfp4Format"]
+__all__ = ["ExpertsFormat", "Mxfp4Format", "can_stack"]
 
 # Ranges of dummy weights. Scales of 2^-8 and 2^-7: with random blocks the matrices have a deviation of 0.018.
 _BLOCKS, _EXPONENTS = (0.0, 256.0), (119.0, 121.0)
@@ -32,3 +35,17 @@ class Mxfp4Format(msgspec.Struct, frozen=True, tag="mxfp4", forbid_unknown_field
 
 
 ExpertsFormat = Mxfp4Format
+
+
+def can_stack(form: Format | None) -> bool:
+    """Whether matrices of this format, which a checkpoint has one by one, are computed as experts: their outputs may
+    lie one after the other, and nothing is a matrix's own but its codes and scales."""
+    match form:
+        case None:
+            return True
+        case CodesFormat():
+            return form.inputs is None or form.inputs.scale != "tensor"
+        case PackedFormat():
+            return not form.has_order
+        case _:
+            return False

@@ -9,11 +9,13 @@ from ringcore.checkpoint.model_spec import ModelSpec, TransformersSpec
 __all__ = ["refused_expert_shares", "refused_shares"]
 
 
-def refused_shares(spec: ModelSpec, num_ranks: int) -> str | None:
-    """Why the model cannot be split over this many ranks, or None."""
+def refused_shares(spec: ModelSpec, num_ranks: int, expert_parallel: bool = False) -> str | None:
+    """Why the model cannot be split over this many ranks, or None. expert_parallel: experts are whole."""
     if spec.quantization is None or num_ranks == 1:
         return None
     for matrix, (num_outputs, num_inputs), _ in matrices(spec):
+        if expert_parallel and ".experts." in matrix:
+            continue
         form = spec.quantization.format_of(matrix)
         is_row_parallel = matrix.endswith(("o_proj", "down_proj"))
         for tensor in () if form is None else form.tensors:

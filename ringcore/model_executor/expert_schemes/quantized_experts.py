@@ -9,6 +9,7 @@ from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
+from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
 
 __all__ = ["QuantizedExperts"]
 
@@ -18,15 +19,26 @@ _BLOCK = 1 << 18  # numbers that a CPU expands at a time: 1 MiB, which stays in 
 class QuantizedExperts(ExpertWeight):
     """The kernels expand tiles. A CPU expands some outputs of an expert with rows at a time, for each product."""
 
-    def __init__(self, matrix: QuantizedMatrix, num_experts: int, dtype: torch.dtype) -> None:
-        """matrix: the outputs of the experts one after the other."""
-        self._matrix, self.dtype, self.device = matrix, dtype, matrix.scales.device
+    def __init__(
+        self, matrix: QuantizedMatrix, num_experts: int, dtype: torch.dtype, rounding: InputRounding | None = None
+    ) -> None:
+        """matrix: the outputs of the experts one after the other. rounding: of the inputs."""
+        self._matrix, self.dtype, self.device, self._rounding = matrix, dtype, matrix.scales.device, rounding
         self.shape = num_experts, matrix.num_outputs // num_experts, matrix.num_inputs
         self._stored = packed_weight(matrix, dtype)
 
     @property
     def stored(self) -> PackedWeight:
         return self._stored
+
+    def rounded(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._rounding is None:
+            return rows
+        codes, scales = self._rounding(rows)
+        return (codes * scales).to(rows.dtype)
+
+    def refresh(self) -> None:
+        self._matrix.derived.refresh()
 
     def numbers(self, experts: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._expanded(expert, 0, self.shape[1]) for expert in experts.tolist()])

@@ -39,5 +39,5 @@ def _products(
     """rows: [n, in], sorted by expert -> [n, out]. experts: [n] of each row; ends: [num_experts] int32."""
     if not len(rows):
         return rows.new_empty(0, weight.shape[1])
-    out = weight.product(rows, experts, ends)
+    out = weight.product(weight.rounded(rows), experts, ends)
     return out if bias is None else out + bias[experts]

@@ -40,17 +40,25 @@ class CodesScheme(LinearScheme):
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
+        return quantized_product(
+            self.quantized_matrix(shard, tensors), shard, bias, updatable, self.rounding(shard, tensors)
+        )
+
+    def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
+        """Of the bound tensors."""
         derived = Derived()
-        matrix = QuantizedMatrix(
+        return QuantizedMatrix(
             ByteCodes(tensors["weight"]),
             self._scales(shard, tensors[self.format.scale_name], derived),
             groups_of(shard, self.format.block[1] if self.format.scale in ("group", "block") else None),
             derived=derived,
         )
-        rounding = None
-        if self.format.inputs is not None:
-            rounding = InputRounding.of(self.format.inputs, shard, tensors.get("input_scale"))
-        return quantized_product(matrix, shard, bias, updatable, rounding)
+
+    def rounding(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> InputRounding | None:
+        """Of the inputs, before the product."""
+        if self.format.inputs is None:
+            return None
+        return InputRounding.of(self.format.inputs, shard, tensors.get("input_scale"))
 
     def _scales(self, shard: LinearShard, stored: torch.Tensor, derived: Derived) -> torch.Tensor:
         """[num_outputs, groups]."""

@@ -34,9 +34,13 @@ class PackedScheme(LinearScheme):
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
+        return quantized_product(self.quantized_matrix(shard, tensors), shard, bias, updatable)
+
+    def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
+        """Of the bound tensors."""
         bits, derived = self.format.bits, Derived()
         order = tensors["weight_g_idx"] if self.format.has_order else None
-        matrix = QuantizedMatrix(
+        return QuantizedMatrix(
             WordCodes(tensors["weight_packed"], bits, shard.inputs.length),
             tensors["weight_scale"],
             groups_of(shard, self.format.group, order),
@@ -44,7 +48,6 @@ class PackedScheme(LinearScheme):
             zeros=self._zeros(shard, tensors["weight_zero_point"], derived) if self.format.has_zeros else None,
             derived=derived,
         )
-        return quantized_product(matrix, shard, bias, updatable)
 
     def _zeros(self, shard: LinearShard, words: torch.Tensor, derived: Derived) -> torch.Tensor:
         """words: [num_outputs / per_word, groups]."""

@@ -49,7 +49,7 @@ Maxima = Callable[[torch.Tensor], torch.Tensor]
 class LinearShard:
     """What one rank multiplies by: slices of one or several matrices of the same inputs, concatenated by outputs.
 
-    A layer is split by its outputs or by its inputs: where `inputs` is not whole, there is one matrix with all outputs.
+    A layer is split by its outputs or by its inputs: where `inputs` is not whole, the matrices have all outputs.
     """
 
     name: str  # of the layer in the model
@@ -62,8 +62,9 @@ class LinearShard:
     max_over_ranks: Maxima | None = None  # where the inputs are split: of [n, 1], the largest of all ranks
 
     def __post_init__(self) -> None:
-        (first, *others), inputs = self.outputs, self.inputs
-        assert inputs.length == inputs.num_inputs or (not others and first.length == first.num_outputs), self
+        (_, *others), inputs = self.outputs, self.inputs
+        are_whole = all(outputs.length == outputs.num_outputs for outputs in self.outputs)
+        assert inputs.length == inputs.num_inputs or are_whole, self
         assert not (self.num_padded_outputs and others), self
 
     def of_outputs(self, index: int, outputs: tuple[OutputSlice, ...]) -> LinearShard:
@@ -78,16 +79,23 @@ class LinearShard:
         Raises `ModelLoadError` where the layer is split within an entry.
         """
         dim = self._split_dim(tensor)
+        # Of several matrices whose inputs are split, the slices are rows of the final tensor, one after the other.
+        are_rows = dim > 0 and isinstance(tensor.axes[dim], Inputs) and len(self.outputs) > 1
         parts: list[WeightPart] = []
         offset = 0
         for outputs in self.outputs:
             shape = tensor.shape(outputs.num_outputs, self.inputs.num_inputs)
             name = f"{outputs.checkpoint_name}.{tensor.suffix}"
             start, length, order = _entries(name, tensor.axes[dim], shape[dim], outputs, self.inputs)
-            parts.append(WeightPart(name, shape, dim, start, length, offset, order))
-            offset += length
+            if are_rows:
+                parts.append(WeightPart(name, shape, dim, start, length, order=order, row=offset))
+            else:
+                parts.append(WeightPart(name, shape, dim, start, length, offset, order))
+            offset += shape[0] if are_rows else length
         final = [*shape]
-        final[dim] = offset + _num_padded(tensor.axes[dim], self.num_padded_outputs)
+        final[0 if are_rows else dim] = offset + _num_padded(tensor.axes[dim], self.num_padded_outputs)
+        if are_rows:
+            final[dim] = length
         dtype = self.dtype if tensor.dtype is None else CHECKPOINT_DTYPES[tensor.dtype]
         init = Uniform.of_fan_in(self.inputs.num_inputs) if tensor.dummy is None else Uniform(*tensor.dummy)
         return Weight(f"{self.name}.{tensor.suffix}", tuple(final), dtype, tuple(parts), init)

@@ -76,7 +76,8 @@ class LayerBuilder:
         names = self.in_model("router"), self.in_checkpoint(ROUTER)
         router = Router(*names, experts, spec.hidden_size, self.dtype)
         names = self.in_model("experts"), self.in_checkpoint("mlp")
-        return Mixture(router, Experts(*names, experts, spec.hidden_size, self.dtype, self.tp, self.expert_parallel))
+        size, split = spec.hidden_size, self.expert_parallel
+        return Mixture(router, Experts(*names, experts, size, self.dtype, self.tp, split, self.scheme_of))
 
     def gated_mlp(self) -> GatedMLP:
         spec = self.spec

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.kernels.dense_experts import DenseExperts
-from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, route_reference
+from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, ExpertWeight, Routing, route_reference
 from ringcore.model_executor import ops
+from ringcore.model_executor.expert_schemes.stacked import stacked_scheme, stacked_weight
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.layers.norm import AnyNorm
+from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 from ringcore.model_executor.models.decoder_layer import LayerInputs, Sublayer
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Tensors, Uniform, Weight, WeightedLayer, WeightPart
@@ -66,8 +68,9 @@ class Experts(WeightedLayer):
         dtype: torch.dtype,
         tp: TensorParallel,
         expert_parallel: bool,
+        scheme_of: SchemeOf,
     ) -> None:
-        """checkpoint_name: of the mixture."""
+        """checkpoint_name: of the mixture. Raises `ModelLoadError` for experts that are not quantized alike."""
         self._tp, self._hidden, self._dtype, self._spec = tp, hidden_size, dtype, spec
         self._names = name, checkpoint_name
         num_ranks = tp.size if expert_parallel else 1
@@ -79,6 +82,10 @@ class Experts(WeightedLayer):
         num_own = spec.num_experts // num_ranks
         first = tp.rank * num_own if num_ranks > 1 else 0
         self._own = range(first, first + num_own)
+        all_matrices = itertools.product(range(spec.num_experts), EXPERT_MATRICES)
+        names = (expert_matrix(checkpoint_name, expert, matrix) for expert, matrix in all_matrices)
+        self._scheme = stacked_scheme(names, scheme_of)
+        self._matrices: ExpertMatrices
         self._bound: BoundExperts
 
     def weights(self) -> Sequence[Weight]:
@@ -90,39 +97,40 @@ class Experts(WeightedLayer):
 
     def _weights(self, experts: Sequence[int]) -> list[Weight]:
         """Of gate and up, and of down."""
-        name, of_inner = self._names[0], Uniform.of_fan_in(self._spec.intermediate_size)
-        up = (len(experts) * 2 * self._size, self._hidden)
-        down = (len(experts) * self._hidden, self._size)
-        of_up, of_down = tuple(self._parts_of_up(experts)), tuple(self._parts_of_down(experts))
-        return [
-            Weight(f"{name}.gate_up_proj.weight", up, self._dtype, of_up, Uniform.of_fan_in(self._hidden)),
-            Weight(f"{name}.down_proj.weight", down, self._dtype, of_down, of_inner),
-        ]
+        return [weight for shard in self._shards(experts) for weight in self._scheme.weights(shard).values()]
 
-    def _parts_of_up(self, experts: Sequence[int]) -> Iterator[WeightPart]:
-        shape, offset = (self._spec.intermediate_size, self._hidden), 0
-        for expert, matrix in itertools.product(experts, EXPERT_MATRICES[:2]):
-            name = f"{expert_matrix(self._names[1], expert, matrix)}.weight"
-            yield WeightPart(name, shape, 0, self._start, self._size, offset)
-            offset += self._size
+    def _shards(self, experts: Sequence[int]) -> tuple[LinearShard, LinearShard]:
+        (name, mixture), size = self._names, self._spec.intermediate_size
+        *inner, outer = EXPERT_MATRICES
+        up = tuple(
+            OutputSlice(expert_matrix(mixture, expert, matrix), size, self._start, self._size)
+            for expert, matrix in itertools.product(experts, inner)
+        )
+        down = tuple(
+            OutputSlice(expert_matrix(mixture, expert, outer), self._hidden, 0, self._hidden) for expert in experts
+        )
+        inputs = InputSlice.whole(self._hidden), InputSlice(size, self._start, self._size)
+        over_ranks = self._max_over_ranks if self._size < size else None
+        return (
+            LinearShard(f"{name}.gate_up_proj", up, inputs[0], self._dtype),
+            LinearShard(f"{name}.down_proj", down, inputs[1], self._dtype, max_over_ranks=over_ranks),
+        )
 
-    def _parts_of_down(self, experts: Sequence[int]) -> Iterator[WeightPart]:
-        shape, hidden = (self._hidden, self._spec.intermediate_size), self._hidden
-        for i, expert in enumerate(experts):
-            name = f"{expert_matrix(self._names[1], expert, EXPERT_MATRICES[2])}.weight"
-            if self._size == self._spec.intermediate_size:
-                yield WeightPart(name, shape, 0, 0, hidden, i * hidden)
-            else:
-                yield WeightPart(name, shape, 1, self._start, self._size, row=i * hidden)
+    def _max_over_ranks(self, maxima: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_gather_last_dim(maxima).amax(-1, keepdim=True)
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
-        up, down = (tensors.pop(weight.name) for weight in self.weights())
-        matrices = ExpertMatrices(
-            DenseExperts(up.view(len(self._own), 2 * self._size, self._hidden)),
-            DenseExperts(down.view(len(self._own), self._hidden, self._size)),
-            first=self._own.start,
-        )
-        self._bound = BoundExperts(matrices, ExpertGate(), self._tp)
+        up, down = (self._bound_weight(shard, tensors) for shard in self._shards(self._own))
+        self._matrices = ExpertMatrices(up, down, first=self._own.start)
+        self._bound = BoundExperts(self._matrices, ExpertGate(), self._tp)
+
+    def _bound_weight(self, shard: LinearShard, tensors: Tensors) -> ExpertWeight:
+        bound = {suffix: tensors.pop(weight.name) for suffix, weight in self._scheme.weights(shard).items()}
+        return stacked_weight(self._scheme, shard, bound, len(self._own))
+
+    def refresh(self) -> None:
+        self._matrices.up.refresh()
+        self._matrices.down.refresh()
 
     def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x: [n, hidden_size] -> the weighted sum over the experts of each token: [n, hidden_size], equal on every

@@ -1,0 +1,149 @@
+"""Qwen3-MoE with quantized experts, each matrix by itself in the checkpoint: the logits of transformers with what the
+codes mean and inputs rounded as the format asks, on one rank and on two; new weights; and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dense_attention import DenseRun
+from quantized_checkpoints import ROUNDS_INPUTS, config_of, is_quantized, rounded_inputs, store
+from safetensors.torch import load_file, save_file
+from thread_tp import on_all_ranks
+
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint.expected_tensors import check_checkpoint
+from ringcore.checkpoint.quantization.shares import refused_shares
+from ringcore.errors import ModelLoadError
+from ringcore.families import FAMILIES
+from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
+from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.models import build_model
+from ringcore.model_executor.weight_update import WeightUpdate
+
+CPU = torch.device("cpu")
+IDS = [6, 5, 4, 90, 12, 13, 60, 33, 2, 17, 54]
+KINDS = ("fp8 block", "fp8 channel", "int8", "w4 asym")
+SIZE = 96  # of an expert: the share of the second of two ranks begins within a block of 32 outputs
+
+
+def random_model() -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=SIZE, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        norm_topk_prob=True, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.12)
+    return model
+
+
+def expert_forward(module: Any, kind: str, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
+    """As transformers' own, of rounded inputs."""
+    out = torch.zeros_like(x)
+    for token, index in ((token, index) for token in range(len(x)) for index in range(chosen.shape[1])):
+        expert = int(chosen[token, index])
+        row = rounded_inputs(kind, x[token : token + 1], None)
+        gate, up = F.linear(row, module.gate_up_proj[expert]).chunk(2, -1)
+        inner = rounded_inputs(kind, F.silu(gate) * up, None)
+        out[token] += weights[token, index] * F.linear(inner, module.down_proj[expert])[0]
+    return out
+
+
+@torch.no_grad()
+def save(folder, kind: str) -> torch.Tensor:
+    """-> the logits of transformers."""
+    model = random_model()
+    model.save_pretrained(folder)
+    tensors, modules = {}, dict(model.named_modules())
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        matrix = name.removesuffix(".weight")
+        if not is_quantized(kind, matrix) or matrix == name:
+            tensors[name] = tensor.clone()
+            continue
+        stored = store(kind, tensor.float(), seed=len(tensors))
+        tensors |= {f"{matrix}.{suffix}": part.contiguous() for suffix, part in stored.tensors.items()}
+        if ".experts." not in matrix:
+            modules[matrix].weight.copy_(stored.expanded)
+            modules[matrix].register_forward_pre_hook(lambda _, args: (rounded_inputs(kind, args[0], None),))
+            continue
+        path, expert, leaf = matrix.rsplit(".", 2)
+        if leaf == "down_proj":
+            modules[path].down_proj[int(expert)] = stored.expanded
+        else:
+            first = SIZE * (leaf == "up_proj")
+            modules[path].gate_up_proj[int(expert), first : first + SIZE] = stored.expanded
+    for layer in model.model.layers:
+        layer.mlp.experts.forward = functools.partial(expert_forward, layer.mlp.experts, kind)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": config_of(kind)}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return model(torch.tensor([IDS]), use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    @functools.cache
+    def of(kind: str) -> Any:
+        folder = tmp_path_factory.mktemp("quantized")
+        return folder, save(folder, kind)
+
+    return of
+
+
+def loaded(folder, tp, expert_parallel) -> Any:
+    """By an update of random weights, which derived numbers follow."""
+    files = find_model(folder)
+    spec = read_model_spec(files, FAMILIES)
+    check_checkpoint(files, spec, FAMILIES)
+    model = build_model(spec, tp, torch.float32, 64, expert_parallel=expert_parallel)
+    tensors = load_weights(model.weights(), find_model(folder, "dummy"), 0, CPU, new_memory)
+    model.bind(dict(tensors), updatable=True)
+    update = WeightUpdate(model.weights(), tensors, model.elsewhere)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        update.take(name, tensor)
+    update.check_complete()
+    model.refresh()
+    return model
+
+
+def new_memory(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("size", "expert_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_what_the_codes_mean(saved, kind, size, expert_parallel):
+    folder, expected = saved(kind)
+
+    def run(tp: Any) -> torch.Tensor:
+        model = loaded(folder, tp, expert_parallel)
+        assert isinstance(model.layers[0].mlp.experts._matrices.up, QuantizedExperts)
+        return DenseRun(model, 64, 1, device=CPU).step({0: IDS})
+
+    for logits in on_all_ranks(size, run):
+        torch.testing.assert_close(logits, expected, atol=0.1 if kind in ROUNDS_INPUTS else 3e-4, rtol=0)
+
+
+def test_words_are_not_cut_but_whole_experts_have_none_to_cut(saved):
+    spec = read_model_spec(find_model(saved("w4 asym")[0]), FAMILIES)
+    assert "'model.layers.0.mlp.experts.0.gate_proj' is 12 outputs" in str(refused_shares(spec, 8))
+    assert ".experts." not in str(refused_shares(spec, 8, expert_parallel=True))
+
+
+def test_experts_that_are_not_quantized_alike_are_refused(saved, tmp_path):
+    config = json.loads((saved("fp8 block")[0] / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.1.mlp.experts.2"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_model_spec(find_model(tmp_path, "dummy"), FAMILIES)
+    with pytest.raises(ModelLoadError, match=r"experts\.0\.gate_proj' is quantized otherwise than '.*experts\.2\.gate"):
+        on_all_ranks(1, lambda tp: build_model(spec, tp, torch.float32, 64))
