@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/rms_norm.py:rms_norm": (48, "a launch, as above"),
     "kernels/skinny_linear.py:skinny_linear": (45, "a launch, as above"),
     "kernels/skinny_linear.py:_launch_dot": (44, "a launch, as above"),
-    "kernels/experts.py:product": (61, "a launch, as above"),
+    "kernels/experts.py:product": (59, "a launch, as above"),
     "cli/app.py:make_app": (50, "a command a line"),
     "cli/batch.py:batch": (46, "a command's flags, a line each"),
     "cli/serve.py:serve": (84, "a command's flags, a line each"),
