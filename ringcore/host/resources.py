@@ -26,13 +26,22 @@ class Host:
             return asked
         return "bfloat16" if checkpoint == "bfloat16" and self._has_fast_bfloat16() else "float32"
 
+    def processor(self) -> str:
+        """Its model and instruction sets, as text: equal where code runs equally fast."""
+        fields = self._cpu_fields()
+        return " ".join((fields.get("model name", "unknown"), *sorted(fields.get("flags", "").split())))
+
     def _has_fast_bfloat16(self) -> bool:
+        return not _BF16_FLAGS.isdisjoint(self._cpu_fields().get("flags", "").split())
+
+    def _cpu_fields(self) -> dict[str, str]:
+        """Of the first processor."""
         try:
-            lines = (self._proc / "cpuinfo").read_text().splitlines()
+            first, *_ = (self._proc / "cpuinfo").read_text().split("\n\n")
         except OSError:
-            return False
-        flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-        return not _BF16_FLAGS.isdisjoint(flags)
+            return {}
+        lines = (line.partition(":") for line in first.splitlines())
+        return {name.strip(): value.strip() for name, _, value in lines}
 
     def has_gpu(self) -> bool:
         """Whether an NVIDIA driver is loaded, or WSL's GPU device exists."""

@@ -269,9 +269,12 @@ def test_auto_takes_half_formats_only_where_they_are_fast(
     tmp_path: Path, flags: str, checkpoint: str, expected: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: x\nflags\t\t: {flags}\nprocessor\t: 1\n")
-    platform = CpuPlatform(proc=tmp_path)
+    platform = CpuPlatform(proc=tmp_path, is_bfloat16_faster=lambda: True)
     assert platform.resolve_dtype("auto", checkpoint) == expected
     assert platform.resolve_dtype("float16", checkpoint) == "float16"
+    slower = CpuPlatform(proc=tmp_path, is_bfloat16_faster=lambda: False)
+    assert slower.resolve_dtype("auto", checkpoint) == "float32"
+    assert slower.resolve_dtype("bfloat16", checkpoint) == "bfloat16"
 
 
 def test_without_cpuinfo_auto_is_float32(tmp_path: Path) -> None:

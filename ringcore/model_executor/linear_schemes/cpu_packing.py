@@ -1,24 +1,27 @@
 """Weight packing: dense weights prepacked for the CPU's GEMM kernels.
 
-All linears of one step of SmolLM2-135M in ms, for M tokens, measured in one session on two cores of a Xeon with AMX:
+Which library is the fastest differs between processors. GFLOP/s of one float32 product of 3,072 x 576 by M rows, the
+weights from memory, two cores of an AMD EPYC (Zen 4) on a busy host:
 
-    |                                  | M=1  | M=8  | M=16 | M=64 |
-    | float32, F.linear                | 20.3 | 47.1 | 48.3 | 84.1 |
-    | float32, packed by MKL           | 20.5 | 29.0 | 33.7 | 62.2 |
-    | bfloat16, F.linear               | 19.1 | 20.2 | 21.0 | 27.5 |
-    | bfloat16, packed by oneDNN       | 13.4 | 13.5 | 14.2 | 18.9 |
+    |                              | M=1 | M=4 | M=16 | M=64 |
+    | F.linear                     | 5   | 12  | 50   | 84   |
+    | packed by MKL                | 6   | 13  | 51   | 96   |
+    | packed by oneDNN             | 9   | 27  | 97   | 160  |
+    | the same numbers in 16 bits  | 16  | 40  | 117  | 158  |
+    | bfloat16, packed by oneDNN   | 19  | 63  | 216  | 330  |
 
-One packing by MKL, made for 64 rows, is the fastest or within the noise for every M from 1 to 2048. oneDNN's packing
-of float32 is slower than MKL's.
+and all linears of one step of SmolLM2-135M in ms, on two cores of a Xeon with AMX:
 
-The 12 ms of M=1 are of weights that a large cache holds. Where they come from memory, few rows are bandwidth-bound:
+    |                              | M=1  | M=4  | M=8  | M=16 | M=64 |
+    | packed by MKL                | 21.4 | 27.1 | 33.1 | 38.2 | 68.1 |
+    | the same numbers in 16 bits  | 14.7 | 18.8 | 25.7 | 37.8 | 84.9 |
+    | bfloat16, packed by oneDNN   | 13.4 |      | 13.5 | 14.2 | 18.9 |
 
-    |                                  | M=1  | M=4  | M=8  | M=12 | M=16 | M=64 |
-    | float32, packed by MKL           | 21.4 | 27.1 | 33.1 | 35.9 | 38.2 | 68.1 |
-    | the same numbers held in 16 bits | 14.7 | 18.8 | 25.7 | 27.9 | 37.8 | 84.9 |
+There oneDNN's packing of float32 is slower than MKL's. So the packings of float32 are measured (`packing_choice.py`),
+each made for 64 rows: the fastest for all numbers of rows is the only copy, unless two are faster by enough.
 
-So float32 weights that are float16 numbers times a power of two, as those of every published bfloat16 checkpoint are
-unless they span more than 30 powers of two, are also held in 16 bits, by FBGEMM, for few rows: the same
+The same numbers in 16 bits: float32 weights that are float16 numbers times a power of two, as those of every published
+bfloat16 checkpoint are unless they span more than 30 powers of two, may be held in 16 bits, by FBGEMM: the same
 weights, float32 inputs and sums, half the bytes to read.
 """
 
@@ -27,18 +30,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes.packing_choice import Choice, choose, measured_seconds
 
-__all__ = ["Multiply", "pack", "plain"]
+__all__ = ["Multiply", "is_bfloat16_faster", "pack", "plain"]
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]  # x [n, in] -> [n, out]
+Pack = Callable[[torch.Tensor, torch.Tensor | None], Multiply]
 
-_MKL_ROWS_HINT = 64
+_ROWS_HINT = 64  # what a packing of float32 is made for
 _CHUNK = 1 << 16  # numbers checked per iteration: fit in the cache, and reuse allocated memory
-_FEW_ROWS = 12  # up to this many, the weights held in 16 bits are faster
+_TYPICAL = 1024  # inputs and outputs of the product by which dtypes are compared
+_HALF, _MKL, _ONEDNN = "half", "mkl", "onednn"
+_UNMEASURED = Choice(_HALF, _MKL, max_few_rows=12)  # of small matrices, and where no measurement can be kept
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
@@ -47,7 +55,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
     The packed form is a copy: a caller that drops `weight` afterwards frees it.
     """
     if weight.device.type == "cpu" and weight.numel():
-        if weight.dtype == torch.float32 and _agrees(_pack_mkl, torch.float32):
+        if weight.dtype == torch.float32:
             return _pack_float32(weight, bias)
         if weight.dtype in (torch.bfloat16, torch.float16) and _agrees(_pack_onednn, weight.dtype):
             return _pack_onednn(weight, bias)
@@ -60,16 +68,54 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
 
 
 def _pack_float32(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
-    many = _pack_mkl(weight, bias)
-    scale = _half_scale(weight) if _agrees(_pack_half, torch.float32) else None
-    if scale is None:
-        return many
-    few = _pack_half(weight, bias, scale)
+    packings = _usable_float32()
+    scale = _half_scale(weight) if _HALF in packings else None
+    choice = _choice(*weight.shape, scale is not None)
+
+    def packed(name: str) -> Multiply:
+        if name == _HALF and scale is not None:
+            return _pack_half(weight, bias, scale)
+        return packings[name](weight, bias) if name in packings else plain(weight, bias)
+
+    if choice.few == choice.many:
+        return packed(choice.many)
+    few, many, max_few_rows = packed(choice.few), packed(choice.many), choice.max_few_rows
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        return few(x) if 0 < x.shape[0] <= _FEW_ROWS else many(x)
+        return few(x) if x.shape[0] <= max_few_rows else many(x)
 
     return product
+
+
+def _usable_float32() -> dict[str, Pack]:
+    packings: dict[str, Pack] = {_MKL: _pack_mkl, _ONEDNN: _pack_onednn, _HALF: _pack_half}
+    return {name: pack for name, pack in packings.items() if _agrees(pack, torch.float32)}
+
+
+@functools.cache
+def _choice(num_outputs: int, num_inputs: int, is_half: bool) -> Choice:
+    """is_half: whether 16 bits represent the matrix exactly."""
+    packings = _usable_float32()
+    usable = [name for name in packings if name != _HALF or is_half]
+    seconds = measured_seconds(num_outputs, num_inputs, packings) if len(usable) > 1 else None
+    if seconds is not None:
+        return choose({name: seconds[name] for name in usable}, _HALF)
+    return _UNMEASURED if _HALF in usable else Choice(_MKL, _MKL, 0)
+
+
+def is_bfloat16_faster(folder: Path | None = None) -> bool:
+    """Whether a typical product in bfloat16 is faster than in the fastest packing of float32, as measured; True where
+    it cannot be. folder: as in `measured_seconds`."""
+    if not _agrees(_pack_onednn, torch.bfloat16):
+        return False
+    packings = _usable_float32()
+    seconds = measured_seconds(_TYPICAL, _TYPICAL, packings | {"bfloat16": _pack_bfloat16}, folder)
+    return seconds is None or choose(seconds, None).many == "bfloat16"
+
+
+def _pack_bfloat16(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
+    multiply = _pack_onednn(weight.bfloat16(), bias)
+    return lambda x: multiply(x.bfloat16())
 
 
 def _half_scale(weight: torch.Tensor) -> float | None:
@@ -93,13 +139,18 @@ def _pack_half(weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1
         weight, bias = weight * scale, None if bias is None else bias * scale
     packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
     multiply: Callable[..., torch.Tensor] = torch.ops.quantized.linear_dynamic_fp16.default
-    if scale == 1:
-        return lambda x: multiply(x, packed)
-    return lambda x: multiply(x, packed).div_(scale)  # a power of two: nothing is rounded
+    num_outputs = len(weight)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if not len(x):  # which the operator refuses
+            return x.new_empty(0, num_outputs)
+        return multiply(x, packed) if scale == 1 else multiply(x, packed).div_(scale)  # a power of two rounds nothing
+
+    return product
 
 
 def _pack_mkl(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
-    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS_HINT)
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _ROWS_HINT)
     multiply: Callable[..., torch.Tensor] = torch.ops.mkl._mkl_linear.default
     # The operator takes the plain weight too, as a fallback where x has another number of rows than its argument says.
     # The argument below is always right, so only the shape is read. NaN: a fallback could not go unnoticed.
@@ -112,7 +163,8 @@ def _pack_mkl(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
 
 
 def _pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    rows_hint = _ROWS_HINT if weight.dtype == torch.float32 else None  # 16 bits: the faster for every number of rows
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows_hint)
     multiply: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +174,7 @@ def _pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
 
 
 @functools.cache
-def _agrees(pack: Callable[[torch.Tensor, torch.Tensor | None], Multiply], dtype: torch.dtype) -> bool:
+def _agrees(pack: Pack, dtype: torch.dtype) -> bool:
     """Whether this build has the packing for `dtype` and it computes what `F.linear` does. Tried once per process.
 
     These operators are torch's own but not public: a build without them, or one in which they changed, gets the plain
@@ -133,7 +185,7 @@ def _agrees(pack: Callable[[torch.Tensor, torch.Tensor | None], Multiply], dtype
     weight, bias = weight.bfloat16().to(dtype), bias.to(dtype)  # numbers that any of the packings can hold
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     try:
-        for rows in (1, 5, _MKL_ROWS_HINT + 1):
+        for rows in (1, 5, _ROWS_HINT + 1):
             x = torch.randn(rows, 40, generator=generator).to(dtype)
             for b in (bias, None):
                 if not torch.allclose(pack(weight, b)(x), ops.linear(x, weight, b), atol=tolerance, rtol=tolerance):

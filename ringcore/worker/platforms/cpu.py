@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +16,7 @@ from ringcore.distributed.rendezvous import Rendezvous
 from ringcore.errors import CapacityError, ConfigError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.host.resources import Host
+from ringcore.model_executor.linear_schemes.cpu_packing import is_bfloat16_faster
 from ringcore.worker.memory.arena import Arena
 from ringcore.worker.memory.device_memory import ArenaMemory, DeviceMemory, MemoryTag, PlainMemory
 from ringcore.worker.memory.host_memory import HostVirtualMemory, host_view
@@ -37,9 +38,14 @@ class CpuPlatform(Platform):
     attention_gathers: ClassVar[bool] = True
 
     def __init__(
-        self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), enable_sleep_mode: bool = False
+        self,
+        proc: Path = Path("/proc"),
+        cgroups: Path = Path("/sys/fs/cgroup"),
+        enable_sleep_mode: bool = False,
+        is_bfloat16_faster: Callable[[], bool] = is_bfloat16_faster,
     ) -> None:
         self._host = Host(proc, cgroups)
+        self._is_bfloat16_faster = is_bfloat16_faster
         self._memory: DeviceMemory = PlainMemory(self.device)
         if enable_sleep_mode:
             addresses = HostVirtualMemory(self.free_memory_bytes)
@@ -73,7 +79,10 @@ class CpuPlatform(Platform):
         return asked_bytes
 
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
-        return self._host.resolve_dtype(asked, checkpoint)
+        """By the processor's instructions; for "auto" bfloat16 must also be measured faster."""
+        dtype = self._host.resolve_dtype(asked, checkpoint)
+        is_slower = asked == "auto" and dtype == "bfloat16" and not self._is_bfloat16_faster()
+        return "float32" if is_slower else dtype
 
     def total_memory_bytes(self) -> int:
         return self._host.total_memory_bytes()
