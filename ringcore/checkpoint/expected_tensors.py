@@ -15,7 +15,7 @@ from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.checkpoint.matrix_tensors import BIAS, DENSE, MatrixTensor
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import ModelSpec
-from ringcore.checkpoint.quantization import OnLoadFormat
+from ringcore.checkpoint.quantization import GgufFormat, OnLoadFormat
 from ringcore.checkpoint.quantization.contents import check_contents
 from ringcore.checkpoint.safetensors_header import DTYPE_BYTES, TensorIndex
 from ringcore.errors import ModelLoadError
@@ -106,11 +106,14 @@ def _of_mlp(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int],
 
 
 def quantized_bytes(spec: ModelSpec) -> dict[str, int]:
-    """The bytes in memory of the tensors of quantized matrices, by their names."""
+    """The bytes in memory of the tensors of quantized matrices, and of a table that is packed, by their names."""
     found = {}
+    table = None if spec.quantization is None else spec.quantization.format_of("model.embed_tokens")
+    if isinstance(table, GgufFormat):
+        found["model.embed_tokens.weight"] = spec.vocab_size * table.row_bytes(spec.hidden_size)
     for matrix, (num_outputs, num_inputs), _ in matrices(spec):
         form = None if spec.quantization is None else spec.quantization.format_of(matrix)
-        if isinstance(form, OnLoadFormat):
+        if isinstance(form, OnLoadFormat | GgufFormat):
             found[f"{matrix}.weight"] = num_outputs * form.row_bytes(num_inputs)
             continue
         for tensor in () if form is None else form.tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from ringcore.checkpoint.model_file import open_model_file
 from ringcore.errors import ModelLoadError
 
 __all__ = ["GGUFTensors", "read_gguf_tensor"]
+
+ReadRows = Callable[[str | os.PathLike[str], GGUFTensorInfo, int, int], np.ndarray]
 
 # Bytes of float32 dequantized at once, so that the temporaries stay in the CPU's cache.
 _PIECE_BYTES = 1 << 18
@@ -41,6 +43,11 @@ def read_gguf_tensor(
     row_bytes = info.nbytes // num_rows
     data = _read(path, info, start * row_bytes, (stop - start) * row_bytes)
     return _dequantize(path, info, kind, data).reshape(stop - start, *info.shape[1:])
+
+
+def _stored_rows(path: str | os.PathLike[str], info: GGUFTensorInfo, start: int, stop: int) -> np.ndarray:
+    row_bytes = info.nbytes // info.shape[0]
+    return _read(path, info, start * row_bytes, (stop - start) * row_bytes).reshape(stop - start, row_bytes)
 
 
 def _read(path: str | os.PathLike[str], info: GGUFTensorInfo, begin: int, nbytes: int) -> np.ndarray:
@@ -119,10 +126,30 @@ class GGUFTensors:
         values = values.swapaxes(-1, -2) if stored.transposed else values
         return values - 1 if stored.plus_one else values
 
-    def _turned(self, info: GGUFTensorInfo, num_heads: int, start: int, stop: int) -> np.ndarray:
+    def kinds(self) -> dict[str, str]:
+        """The GGML type, by its name, of every matrix whose rows the file has as they are, but for their order."""
+        from gguf.constants import GGMLQuantizationType
+
+        return {
+            name: GGMLQuantizationType(stored.infos[0].ggml_type).name
+            for name, stored in self._stored.items()
+            if len(stored.shape) == 2 and len(stored.infos) == 1 and not (stored.transposed or stored.plus_one)
+        }
+
+    def read_stored(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows `start` to `stop` of one of `kinds`, as the file has them: uint8, [stop - start, bytes of a row]. Raises
+        as `read`."""
+        stored = self._stored[name]
+        if stored.num_turned_heads is not None:
+            return self._turned(stored.infos[0], stored.num_turned_heads, start, stop, _stored_rows)
+        return _stored_rows(self.path, stored.infos[0], start, stop)
+
+    def _turned(
+        self, info: GGUFTensorInfo, num_heads: int, start: int, stop: int, read: ReadRows = read_gguf_tensor
+    ) -> np.ndarray:
         """Rows are permuted within a head, so whole heads are read."""
         head_dim = info.shape[0] // num_heads
         first, last = start // head_dim, -(-stop // head_dim)
-        rows = read_gguf_tensor(self.path, info, first * head_dim, last * head_dim)
+        rows = read(self.path, info, first * head_dim, last * head_dim)
         halves = rows.reshape(last - first, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
         return halves[start - first * head_dim : stop - first * head_dim]

@@ -16,11 +16,13 @@ import msgspec
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.model_files import find_tokenizer
+from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.config.option_checks import check_together, check_values
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ringcore.config.value_checks import bad_value
 from ringcore.families import FAMILIES
 from ringcore.host.file_names import as_file_name
+from ringcore.host.resources import Host
 from ringcore.params.logits_processor import load_logits_processor, logits_processor_name
 from ringcore.params.vllm_names import ENGINE_OPTIONS, known_options
 
@@ -70,6 +72,7 @@ class EngineConfig:
         if options["tokenizer"] is not None:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
         spec = read_model_spec(files, FAMILIES, options["model_impl"], options["quantization"])
+        spec = with_gguf_weights(spec, files, options["gguf_weights"], options["dtype"], options["device"], Host())
         resolved: dict[type, dict[str, Any]] = {
             ModelConfig: {"files": files, "spec": spec},
             SchedulerConfig: {"num_stages": options["pipeline_parallel_size"]},

@@ -13,6 +13,7 @@ __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "Sche
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
 QUANTIZATIONS = ("fp8", "int4")
+GGUF_WEIGHTS = ("auto", "packed", "expanded")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -41,6 +42,11 @@ class ModelConfig:
     quantization: str | None = _option(
         None,
         f"one of {', '.join(QUANTIZATIONS)}: quantizes a 16-bit checkpoint while it is loaded; None keeps it as it is",
+    )
+    gguf_weights: str = _option(
+        "auto",
+        f"one of {', '.join(GGUF_WEIGHTS)}: on a CPU the matrices of a .gguf file stay in its blocks, slower and "
+        "smaller, or are expanded; auto expands what takes at most half of the free memory",
     )
     max_model_len: int | Literal["auto"] | None = _option(
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"

@@ -108,7 +108,9 @@ def _weights_bytes(config: EngineConfig, dtype: str) -> int:
     num_bytes = sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype] + sum(quantized.values())
     if config.device.enable_sleep_mode:
         return _share_of_host(config, num_bytes)
-    if spec.tie_word_embeddings:  # an embedding table, and a packed copy for the LM head
+    if (
+        spec.tie_word_embeddings and "model.embed_tokens.weight" not in quantized
+    ):  # an embedding table, and a packed copy for the LM head
         num_bytes += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[dtype]
     if dtype == "float32" and spec.dtype != "float32" and config.model.files.kind != "dummy":
         num_bytes += sum(2 * math.prod(shape) for shape in shapes if len(shape) == 2)

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from ringcore.checkpoint import ModelFiles, TensorEntry, TensorIndex
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.checkpoint.model_file import open_model_file
+from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.model_executor.staging import Staging
@@ -31,6 +32,7 @@ class TensorSource(ABC):
     """The tensors of one checkpoint under their Hugging Face names."""
 
     shapes: Mapping[str, tuple[int, ...]] | None  # None: it has any tensor in any shape
+    kinds: Mapping[str, str] = MappingProxyType({})  # of those that fill a part with `blocks`, the GGML type
 
     @abstractmethod
     def file_of(self, name: str) -> str:
@@ -164,12 +166,16 @@ class GGUFSource(TensorSource):
         self._path = path
         self._tensors = GGUFTensors(path, FAMILIES, wanted)
         self.shapes = self._tensors.shapes
+        self.kinds = self._tensors.kinds()
 
     def file_of(self, name: str) -> str:
         return self._path
 
     def read(self, part: WeightPart, init: Uniform, out: torch.Tensor) -> None:
         first_row = part.start if part.dim == 0 else 0
+        if part.blocks is not None:
+            self._read_blocks(part, part.blocks, first_row, out)
+            return
         rows_at_once = _whole_runs(self.PIECE_ELEMENTS // math.prod(part.checkpoint_shape[1:]), part)
         if self._tensors.is_read_whole(part.checkpoint_name):
             rows_at_once = len(out)
@@ -178,6 +184,14 @@ class GGUFSource(TensorSource):
             rows = torch.from_numpy(self._tensors.read(part.checkpoint_name, first_row + done, first_row + stop))
             rows = rows if part.dim == 0 else rows.narrow(part.dim, part.start, part.length)
             out[done:stop].copy_(part.final(rows))
+
+    def _read_blocks(self, part: WeightPart, form: GgufFormat, first_row: int, out: torch.Tensor) -> None:
+        first_byte = 0 if part.dim == 0 else form.row_bytes(part.start)
+        rows_at_once = _whole_runs(self.PIECE_ELEMENTS // out.shape[1], part)
+        for done in range(0, len(out), rows_at_once):
+            stop = min(done + rows_at_once, len(out))
+            rows = self._tensors.read_stored(part.checkpoint_name, first_row + done, first_row + stop)
+            out[done:stop].copy_(part.ordered(torch.from_numpy(rows)[:, first_byte : first_byte + out.shape[1]]))
 
 
 class DummySource(TensorSource):

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
+from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.checkpoint.safetensors_header import DTYPE_NAMES
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.upload import upload
@@ -101,6 +102,9 @@ class WeightPart:
     `encoding`, if given, computes a final row from the slice of a row of the checkpoint: the part is of whole rows of
     the final tensor.
 
+    `blocks`, if given, is the format of a GGUF file's rows: a final row is the bytes of the slice as that file has
+    them. The slice is of whole blocks.
+
     `row`, if given, is where the slice begins along the first dimension of a final tensor that stacks several
     checkpoint tensors there, while `dim` is another one.
     """
@@ -114,12 +118,18 @@ class WeightPart:
     order: tuple[int, ...] | None = None
     encoding: RowEncoding | None = None
     row: int | None = None
+    blocks: GgufFormat | None = None
 
     def __post_init__(self) -> None:
         assert self.row is None or self.dim > 0, self
         if self.order is not None:
             assert self.length % len(self.order) == 0, self
             assert sorted(self.order) == list(range(len(self.order))), self
+
+    @property
+    def has_other_rows(self) -> bool:
+        """Whether a final row has another length than the slice of the checkpoint's."""
+        return self.encoding is not None or self.blocks is not None
 
     @property
     def run(self) -> int:
@@ -190,7 +200,7 @@ class Weight:
     def num_filled(self) -> int:
         """Leading entries that the parts fill along their dimension; the rest is zero."""
         first = self.parts[0]
-        if first.row is not None or (first.encoding is not None and first.dim != 0):
+        if first.row is not None or (first.has_other_rows and first.dim != 0):
             return self.shape[self.parts[0].dim]
         return sum(part.length for part in self.parts)
 
@@ -207,7 +217,7 @@ class Weight:
     def places(self, tensor: torch.Tensor) -> Iterator[tuple[WeightPart, torch.Tensor]]:
         """Each non-empty part with its place in `tensor`, the final one."""
         for part in self.parts:
-            if part.length and part.encoding is not None and part.dim != 0:
+            if part.length and part.has_other_rows and part.dim != 0:
                 yield part, tensor
             elif part.length:
                 rows = tensor if part.row is None else tensor.narrow(0, part.row, part.checkpoint_shape[0])

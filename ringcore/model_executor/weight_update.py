@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ringcore.checkpoint.expected_tensors import and_more, is_dispensable
+from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.errors import InvalidRequestError
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.model_executor.loader import Readers
@@ -37,6 +38,7 @@ class _Target:
 
     shape: tuple[int, ...]  # of the whole checkpoint tensor
     dtype: torch.dtype  # that it must be convertible to
+    blocks: GgufFormat | None  # in which it must be
     places: list[tuple[WeightPart, torch.Tensor, Uniform]] = field(default_factory=list)
 
     @property
@@ -62,12 +64,12 @@ class WeightUpdate:
             padding = slice(weight.num_filled, None)
             tensors[weight.name].movedim(weight.parts[0].dim, 0)[padding].zero_()  # sleep discards the contents
             for part in weight.parts:
-                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.checkpoint_dtype))
+                self._targets.setdefault(part.checkpoint_name, _target_of(part, weight))
             for part, out in weight.places(tensors[weight.name]):
                 self._targets[part.checkpoint_name].places.append((part, out, weight.init))
         for weight in elsewhere:
             for part in weight.parts:
-                self._targets.setdefault(part.checkpoint_name, _Target(part.checkpoint_shape, weight.checkpoint_dtype))
+                self._targets.setdefault(part.checkpoint_name, _target_of(part, weight))
         self._taken: set[str] = set()
 
     @property
@@ -75,8 +77,9 @@ class WeightUpdate:
         """Checkpoint tensors received so far."""
         return len(self._taken)
 
-    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> bool:
-        """Whether the model uses this tensor; False for one that no model needs. dtype: None if not known.
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, kind: str | None = None) -> bool:
+        """Whether the model uses this tensor; False for one that no model needs. dtype: None if not known. kind: its
+        GGML type in a GGUF file.
 
         Raises `InvalidRequestError` for a name, a shape or a dtype that does not fit the model.
         """
@@ -85,6 +88,12 @@ class WeightUpdate:
             if is_dispensable(name):
                 return False
             raise _refused(name, "has no place in the model; give the tensors of a checkpoint of this very model")
+        if target.blocks is not None and kind != target.blocks.kind:
+            raise _refused(
+                name,
+                f"is held as {target.blocks.kind} of a GGUF file, and comes as {kind or 'numbers'}; start with "
+                "gguf_weights='expanded' for updates",
+            )
         if tuple(shape) != target.shape:
             raise _refused(
                 name,
@@ -125,7 +134,7 @@ class WeightUpdate:
         before anything is read, and `ModelLoadError` if a file does not hold what its header says.
         """
         assert source.shapes is not None, "a source of any tensor has no end"
-        names = [name for name, shape in source.shapes.items() if self.check(name, shape)]
+        names = [name for name, shape in source.shapes.items() if self.check(name, shape, kind=source.kinds.get(name))]
         readers = Readers(source, self._device)
         try:
             targets = [self._targets[name] for name in names]
@@ -147,6 +156,10 @@ class WeightUpdate:
         missing = [name for name in self._targets if name not in self._taken]
         if missing:
             raise _refused(missing[0], f"has not come{and_more(missing)}; every tensor of the model is needed")
+
+
+def _target_of(part: WeightPart, weight: Weight) -> _Target:
+    return _Target(part.checkpoint_shape, weight.checkpoint_dtype, part.blocks)
 
 
 def _write(part: WeightPart, out: torch.Tensor, first: int, rows: torch.Tensor) -> None:

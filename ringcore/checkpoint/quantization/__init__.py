@@ -2,9 +2,11 @@
 
 from ringcore.checkpoint.quantization.expert_formats import ExpertsFormat, Mxfp4Format
 from ringcore.checkpoint.quantization.formats import (
+    GGUF_BLOCKS,
     AwqFormat,
     CodesFormat,
     Format,
+    GgufFormat,
     GptqFormat,
     OnLoadFormat,
     PackedFormat,
@@ -13,10 +15,12 @@ from ringcore.checkpoint.quantization.inputs import InputFormat
 from ringcore.checkpoint.quantization.rules import Quantization, Rule
 
 __all__ = [
+    "GGUF_BLOCKS",
     "AwqFormat",
     "CodesFormat",
     "ExpertsFormat",
     "Format",
+    "GgufFormat",
     "GptqFormat",
     "InputFormat",
     "Mxfp4Format",

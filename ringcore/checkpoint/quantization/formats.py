@@ -5,8 +5,9 @@ PackedFormat   4 or 8 bits packed along the inputs: compressed-tensors' pack-qua
 GptqFormat     4 or 8 bits packed along the inputs, inputs first, perhaps in act-order
 AwqFormat      4 bits packed along the outputs, interleaved, inputs first
 OnLoadFormat   a dense matrix in the checkpoint, quantized while it is loaded
+GgufFormat     blocks of a GGUF file, as they lie there
 
-Everywhere: weight = (code - zero) * scale.
+Everywhere but in GGUF files: weight = (code - zero) * scale.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import msgspec
 from ringcore.checkpoint.matrix_tensors import DENSE, AllInputs, Axis, Fixed, Inputs, MatrixTensor, Outputs
 from ringcore.checkpoint.quantization.inputs import InputFormat
 
-__all__ = ["AwqFormat", "CodesFormat", "Format", "GptqFormat", "OnLoadFormat", "PackedFormat"]
+__all__ = [
+    "GGUF_BLOCKS",
+    "AwqFormat",
+    "CodesFormat",
+    "Format",
+    "GgufFormat",
+    "GptqFormat",
+    "OnLoadFormat",
+    "PackedFormat",
+]
 
 # Ranges of dummy weights: with the scales' the matrices have about the variance of trained ones.
 _WORDS = (-(2.0**31), 2.0**31 - 256)
@@ -140,7 +150,42 @@ class OnLoadFormat(msgspec.Struct, frozen=True, tag="on_load", forbid_unknown_fi
         return _aligned(codes) + _aligned(4 * (num_inputs // self.group_of(num_inputs)))
 
 
-Format = CodesFormat | PackedFormat | GptqFormat | AwqFormat | OnLoadFormat
+GGUF_BLOCKS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+}  # (numbers, bytes) of a block, by the names of GGML's types
+
+
+class GgufFormat(msgspec.Struct, frozen=True, tag="gguf", forbid_unknown_fields=True):
+    """kind: one of `GGUF_BLOCKS`."""
+
+    kind: str
+
+    @property
+    def tensors(self) -> tuple[MatrixTensor, ...]:
+        """As numbers, by which the shapes are compared."""
+        return DENSE
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(numbers, bytes) of a block, which is of consecutive inputs of an output."""
+        return GGUF_BLOCKS[self.kind]
+
+    def row_bytes(self, num_inputs: int) -> int:
+        """Of an output, in the file as in memory. num_inputs: of whole blocks."""
+        numbers, num_bytes = self.block
+        assert num_inputs % numbers == 0, (self, num_inputs)
+        return num_inputs // numbers * num_bytes
+
+
+Format = CodesFormat | PackedFormat | GptqFormat | AwqFormat | OnLoadFormat | GgufFormat
 
 
 def _group_axis(group: int | None, has_order: bool) -> Axis:

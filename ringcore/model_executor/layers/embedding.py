@@ -12,7 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.matrix_tensors import DENSE
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.linear_schemes.dense import Dense, all_dense
 from ringcore.model_executor.linear_schemes.fused import FusedMatrices
+from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix
+from ringcore.model_executor.linear_schemes.gguf_scheme import GgufScheme
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
@@ -50,10 +53,16 @@ class VocabParallelEmbedding(WeightedLayer):
         *,
         dtype: torch.dtype,
         tp: TensorParallel,
+        scheme_of: SchemeOf = all_dense,
     ) -> None:
-        self._weight = _vocab_shard(name, checkpoint_name, vocab_size, hidden_size, dtype, tp).weight(_TABLE)
-        self._tp = tp
-        self.table: torch.Tensor  # [this rank's rows, hidden_size]
+        """scheme_of: a table in blocks of a GGUF file stays so; any other is dense."""
+        shard = _vocab_shard(name, checkpoint_name, vocab_size, hidden_size, dtype, tp)
+        scheme = scheme_of(checkpoint_name)
+        self._blocks = scheme.format if isinstance(scheme, GgufScheme) else None
+        weights = scheme.weights(shard) if isinstance(scheme, GgufScheme) else Dense().weights(shard)
+        self._weight = weights[_TABLE.suffix]
+        self._dtype, self._tp = dtype, tp
+        self.table: torch.Tensor  # [this rank's rows, hidden_size], or bytes of a row
 
     def weights(self) -> list[Weight]:
         return [self._weight]
@@ -64,12 +73,17 @@ class VocabParallelEmbedding(WeightedLayer):
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [n] int64, in the vocabulary -> a new tensor [n, hidden_size], equal on every rank."""
         if self._tp.size == 1:
-            return F.embedding(input_ids, self.table)
+            return self._rows(input_ids)
         # Each id belongs to one rank; the other ranks add zeros.
         rows = input_ids - self._tp.rank * len(self.table)
         elsewhere = (rows < 0) | (rows >= len(self.table))
-        hidden = F.embedding(rows.masked_fill_(elsewhere, 0), self.table)
+        hidden = self._rows(rows.masked_fill_(elsewhere, 0))
         return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+    def _rows(self, index: torch.Tensor) -> torch.Tensor:
+        if self._blocks is None:
+            return F.embedding(index, self.table)
+        return GgufMatrix(self.table.index_select(0, index), self._blocks).expanded().to(self._dtype)
 
 
 class ParallelLMHead(WeightedLayer):

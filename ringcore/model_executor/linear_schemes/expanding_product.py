@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -27,8 +28,9 @@ from ringcore.model_executor.linear_schemes.cpu_packing import Multiply
 from ringcore.model_executor.linear_schemes.dense import PlainProduct
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
+from ringcore.model_executor.weight import Derived
 
-__all__ = ["ExpandingProduct", "cpu_product", "integer_product"]
+__all__ = ["ExpandableMatrix", "ExpandingProduct", "cpu_product", "integer_product"]
 
 _BLOCK = 1 << 18  # numbers that are expanded at a time: 1 MiB, which stays in a core's cache
 _INT4_GROUPS = (256, 128, 64, 32)  # inputs of a group that the 4-bit operator takes
@@ -56,10 +58,26 @@ def integer_product(matrix: QuantizedMatrix) -> Product | None:
     return PlainProduct(lambda x: torch._int_mm(x.to(torch.int8), numbers).float().mul_(scales))
 
 
+class ExpandableMatrix(Protocol):
+    """A matrix that is expanded by outputs."""
+
+    @property
+    def num_outputs(self) -> int: ...
+
+    @property
+    def num_inputs(self) -> int: ...
+
+    @property
+    def derived(self) -> Derived: ...
+
+    def expanded(self, first: int = 0, end: int | None = None) -> torch.Tensor:
+        """Of outputs `first` to `end`: [n, num_inputs] float32."""
+
+
 class ExpandingProduct(Product):
     """Some outputs at a time, from the tensors as they are."""
 
-    def __init__(self, matrix: QuantizedMatrix, bias: torch.Tensor | None, order: torch.Tensor | None = None) -> None:
+    def __init__(self, matrix: ExpandableMatrix, bias: torch.Tensor | None, order: torch.Tensor | None = None) -> None:
         """order: in which the matrix has its inputs."""
         self._matrix, self._bias, self._order = matrix, bias, order
         self._block = max(1, _BLOCK // max(1, matrix.num_inputs))

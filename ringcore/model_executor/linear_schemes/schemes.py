@@ -8,6 +8,7 @@ from ringcore.checkpoint.quantization import (
     AwqFormat,
     CodesFormat,
     Format,
+    GgufFormat,
     GptqFormat,
     OnLoadFormat,
     PackedFormat,
@@ -16,6 +17,7 @@ from ringcore.checkpoint.quantization import (
 from ringcore.model_executor.linear_schemes.awq_scheme import AwqScheme
 from ringcore.model_executor.linear_schemes.codes_scheme import CodesScheme
 from ringcore.model_executor.linear_schemes.dense import Dense, all_dense
+from ringcore.model_executor.linear_schemes.gguf_scheme import GgufScheme
 from ringcore.model_executor.linear_schemes.gptq_scheme import GptqScheme
 from ringcore.model_executor.linear_schemes.on_load_scheme import OnLoadScheme
 from ringcore.model_executor.linear_schemes.packed_scheme import PackedScheme
@@ -45,5 +47,7 @@ def _scheme(form: Format | None, matrix: str) -> LinearScheme:
             return AwqScheme(form)
         case OnLoadFormat():
             return OnLoadScheme(form)
+        case GgufFormat():
+            return GgufScheme(form)
         case _:
             assert_never(form)

@@ -46,7 +46,7 @@ class DenseDecoder(CausalLM):
         self.vocab_size, self.stage = spec.vocab_size, stage
         expert_parallel = expert_parallel and tp.size > 1
         self.embed_tokens = VocabParallelEmbedding(
-            "embed_tokens", "model.embed_tokens", spec.vocab_size, size, dtype=dtype, tp=tp
+            "embed_tokens", "model.embed_tokens", spec.vocab_size, size, dtype=dtype, tp=tp, scheme_of=scheme_of
         )
         # Rounded as the model was trained: the root of 1152 is 34 in bfloat16.
         scale = float(torch.tensor(size**0.5).to(dtype))

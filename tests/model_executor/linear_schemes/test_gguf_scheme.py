@@ -1,0 +1,183 @@
+"""Matrices that stay in a GGUF file's blocks are those that the file expands to."""
+
+from __future__ import annotations
+
+import functools
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from dense_attention import DenseRun
+from thread_tp import on_all_ranks
+from tiny_checkpoints import MAX_LEN, hf_model, random_ids
+from tiny_gguf import write_gguf
+
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint.expected_tensors import quantized_bytes
+from ringcore.checkpoint.quantization import GGUF_BLOCKS, GgufFormat
+from ringcore.config.gguf_weights import with_gguf_weights
+from ringcore.distributed.parallel import SingleRank
+from ringcore.errors import ConfigError, InvalidRequestError
+from ringcore.families import FAMILIES
+from ringcore.host.resources import Host
+from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix
+from ringcore.model_executor.loader import load_weights, pending_weights
+from ringcore.model_executor.models import build_model
+from ringcore.model_executor.tensor_source import open_source
+from ringcore.model_executor.weight_update import WeightUpdate
+
+IDS = random_ids(40, seed=4)
+CPU = torch.device("cpu")
+SIZES = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+
+
+class SmallHost(Host):
+    def __init__(self, free_bytes=1 << 40, gpu=False):
+        super().__init__()
+        self._free_bytes, self._gpu = free_bytes, gpu
+
+    def free_memory_bytes(self):
+        return self._free_bytes
+
+    def has_gpu(self):
+        return self._gpu
+
+
+@pytest.mark.parametrize("kind", sorted(GGUF_BLOCKS))
+def test_every_bit_is_the_package_s(kind):
+    """Of random bits, in rows of several blocks."""
+    type_ = gguf.GGMLQuantizationType[kind]
+    assert GGUF_BLOCKS[kind] == gguf.GGML_QUANT_SIZES[type_]
+    numbers, num_bytes = GGUF_BLOCKS[kind]
+    rows = np.random.default_rng(1).integers(0, 256, (24, 3, num_bytes), dtype=np.uint8)
+    exponents = rows.view()  # no float16 is infinite: wherever they lie, the second byte of each
+    places = {"Q6_K": [209]}.get(kind, [1, 3] if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [1])
+    for place in places:
+        exponents[..., place] &= 0xBF
+    rows = rows.reshape(24, -1)
+    matrix = GgufMatrix(torch.from_numpy(rows), GgufFormat(kind))
+    expected = torch.from_numpy(gguf.quants.dequantize(rows, type_))
+    assert (matrix.num_outputs, matrix.num_inputs) == expected.shape == (24, 3 * numbers)
+    assert torch.equal(matrix.expanded(), expected)
+    assert torch.equal(matrix.expanded(5, 9), expected[5:9])
+
+
+@functools.cache
+def hf(tied=True, **options):
+    return hf_model("Llama", seed=1, tie_word_embeddings=tied, **(SIZES | options))
+
+
+def spec_of(path, packed):
+    spec = read_model_spec(find_model(path), FAMILIES)
+    return with_gguf_weights(spec, find_model(path), "packed" if packed else "expanded", "auto", "cpu", SmallHost())
+
+
+def logits(path, packed, tp=None):
+    files, model = find_model(path), build_model(spec_of(path, packed), tp or SingleRank(), torch.float32, MAX_LEN)
+    model.bind(load_weights(model.weights(), files, 0, CPU))
+    return DenseRun(model, MAX_LEN, 1).step({0: IDS})
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_in_blocks_is_the_expanded_one(tmp_path, kind, size):
+    write_gguf(tmp_path / "x.gguf", hf(), "llama", kind)
+    expected = logits(tmp_path / "x.gguf", packed=False)
+    for found in on_all_ranks(size, lambda tp: logits(tmp_path / "x.gguf", True, tp)):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def test_shares_that_are_no_whole_blocks_are_expanded(tmp_path):
+    """Two ranks have 48 of 96 inputs of `down_proj` each."""
+    write_gguf(tmp_path / "x.gguf", hf(tied=False, intermediate_size=96), "llama", "Q8_0")
+    expected = logits(tmp_path / "x.gguf", packed=False)
+
+    def run(tp):
+        model = build_model(spec_of(tmp_path / "x.gguf", True), tp, torch.float32, MAX_LEN)
+        of_name = {weight.name: weight.dtype for weight in model.weights()}
+        assert of_name["layers.0.down_proj.weight"] == torch.float32
+        assert of_name["layers.0.gate_up_proj.weight"] == of_name["lm_head.weight"] == torch.uint8
+        return logits(tmp_path / "x.gguf", True, tp)
+
+    for found in on_all_ranks(2, run):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_what_is_in_memory_is_what_is_in_the_file(tmp_path):
+    """The table once, though the head multiplies by it; norms in float32 as in the file."""
+    write_gguf(tmp_path / "x.gguf", hf(), "llama", "Q4_0")
+    spec = spec_of(tmp_path / "x.gguf", True)
+    weights = build_model(spec, SingleRank(), torch.float32, MAX_LEN).weights()
+    packed = {weight.name: weight.nbytes for weight in weights if weight.dtype == torch.uint8}
+    vectors = sum(weight.nbytes for weight in weights if weight.dtype != torch.uint8)
+    assert sum(packed.values()) == sum(quantized_bytes(spec).values())
+    assert packed["embed_tokens.weight"] == hf().config.vocab_size * 256 // 32 * 18
+    assert sum(packed.values()) + vectors < (tmp_path / "x.gguf").stat().st_size
+
+
+def test_updates(tmp_path):
+    """From a file of the same types, as sleep mode does; numbers and other types are refused before one is written."""
+    for kind in ("Q8_0", "Q4_0"):
+        write_gguf(tmp_path / f"{kind}.gguf", hf(), "llama", kind)
+    other = hf_model("Llama", seed=7, tie_word_embeddings=True, **SIZES)
+    write_gguf(tmp_path / "new.gguf", other, "llama", "Q8_0")
+    files = find_model(tmp_path / "Q8_0.gguf")
+    model = build_model(spec_of(tmp_path / "Q8_0.gguf", True), SingleRank(), torch.float32, MAX_LEN)
+    with pending_weights(model.weights(), files, 0, CPU, lambda size: torch.empty(size, dtype=torch.uint8)) as pending:
+        model.bind(pending, updatable=True)
+        final = dict(pending.final)
+    run = DenseRun(model, MAX_LEN, 1)
+    before = run.step({0: IDS})
+    update, name = WeightUpdate(model.weights(), final), "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(InvalidRequestError, match="held as Q8_0 of a GGUF file, and comes as numbers; start with gguf"):
+        update.take(name, torch.zeros(512, 256))
+    with pytest.raises(InvalidRequestError, match="comes as Q4_0"), source(tmp_path / "Q4_0.gguf") as wrong:
+        update.read(wrong)
+    assert torch.equal(DenseRun(model, MAX_LEN, 1).step({0: IDS}), before)
+    with source(tmp_path / "new.gguf") as right:
+        update.read(right)
+    update.check_complete()
+    model.refresh()
+    torch.testing.assert_close(
+        DenseRun(model, MAX_LEN, 1).step({0: IDS}), logits(tmp_path / "new.gguf", False), atol=2e-4, rtol=1e-4
+    )
+
+
+def source(path):
+    return open_source(find_model(path), 0, [])
+
+
+def test_which_files_stay_packed(tmp_path, checkpoint):
+    path = tmp_path / "x.gguf"
+    write_gguf(path, hf(), "llama", "Q4_0")
+    files, spec = find_model(path), read_model_spec(find_model(path), FAMILIES)
+
+    def quantization(asked, device="auto", dtype="auto", host=None, given=(spec, files)):
+        return with_gguf_weights(*given, asked, dtype, device, host or SmallHost()).quantization
+
+    packed = quantization("packed")
+    assert packed.format_of("model.layers.1.self_attn.q_proj") == GgufFormat("Q4_0")
+    assert packed.format_of("lm_head") == packed.format_of("model.embed_tokens") == GgufFormat("Q4_0")
+    assert packed.format_of("model.norm") is None
+    num_numbers = sum(tensor.numel() for name, tensor in hf().state_dict().items() if name != "lm_head.weight")
+    assert quantization("auto", host=SmallHost(8 * num_numbers)) is None
+    assert quantization("auto", host=SmallHost(8 * num_numbers - 2)) == packed
+    assert quantization("auto", dtype="bfloat16", host=SmallHost(4 * num_numbers)) is None
+    assert quantization("auto", host=SmallHost(1, gpu=True)) is None
+    assert quantization("expanded", host=SmallHost(1)) is None
+    with pytest.raises(ConfigError, match="a GPU has no kernels for it; give device='cpu'"):
+        quantization("packed", host=SmallHost(gpu=True))
+    assert quantization("packed", "cpu", host=SmallHost(gpu=True)) == packed
+    _, folder = checkpoint("Qwen2")
+    dense = read_model_spec(find_model(folder), FAMILIES), find_model(folder)
+    assert quantization("auto", host=SmallHost(1), given=dense) is None
+    with pytest.raises(ConfigError, match=r"gguf_weights='packed': the model is no \.gguf file"):
+        quantization("packed", given=dense)
+    by_transformers = read_model_spec(files, FAMILIES, "transformers"), files
+    assert quantization("auto", host=SmallHost(1), given=by_transformers) is None
+    with pytest.raises(ConfigError, match="modules of transformers"):
+        quantization("packed", given=by_transformers)
+    write_gguf(path, hf(), "llama", "F16")
+    assert quantization("packed", given=(spec, find_model(path))) is None  # nothing is packed in the file
