@@ -7,6 +7,7 @@ BENCHMARKS = {
     "throughput": "benchmarks.throughput:Throughput",
     "startup": "benchmarks.startup:Startup",
     "footprint": "benchmarks.footprint:Footprint",
+    "accuracy": "benchmarks.accuracy:Accuracy",
     "message_queue": "benchmarks.message_queue:MessageQueue",
     "ray_executor": "benchmarks.ray_executor:RayExecutorCost",
     "scheduler": "benchmarks.scheduler:Scheduler",

@@ -7,20 +7,29 @@ the chart of the highlights.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import BENCHMARKS, highlights
+from benchmarks import BENCHMARKS, accuracy, highlights
 from benchmarks.driver import ROOT, BenchmarkError
 from benchmarks.result import EarlierRun, Measurement, Result, read_result
 from benchmarks.stats import Summary, number, pairwise_ratios, summarize
 
 __all__ = ["DOCUMENTS", "RESULTS", "outdated", "read_results", "render", "replace_tables", "update"]
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "images" / "speed.svg")
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "RESULTS.md",
+    ROOT / "docs" / "guide" / "quantization.md",
+    ROOT / "docs" / "images" / "speed.svg",
+)
 RESULTS = ROOT / "benchmarks" / "results"
-_HIGHLIGHTS = "highlights"  # the section of the small table
+# Sections with tables of their own.
+_TABLES: Mapping[str, Callable[[Mapping[str, Result]], str]] = {
+    "highlights": highlights.table,
+    "accuracy_of_schemes": accuracy.table,
+}
 _OPENING, _CLOSING = "<!-- benchmark:", "<!-- /benchmark -->"
 _SECTION = re.compile(
     rf"(?P<open>^{_OPENING}(?P<name>\w+) -->\n)(?P<body>(?:(?!{_OPENING}).)*?)(?P<close>^{_CLOSING}$)", re.S | re.M
@@ -64,12 +73,12 @@ def replace_tables(text: str, results: Mapping[str, Result]) -> str:
     if not len(sections) == text.count(_OPENING) == text.count(_CLOSING):
         raise BenchmarkError(f"a benchmark section is not closed; each needs {_OPENING}NAME --> and {_CLOSING} lines")
     for section in sections:
-        if section["name"] not in (*BENCHMARKS, _HIGHLIGHTS):
+        if section["name"] not in (*BENCHMARKS, *_TABLES):
             raise BenchmarkError(f"section {section['name']!r} is no benchmark; there are: {', '.join(BENCHMARKS)}")
 
     def body(section: re.Match[str]) -> str:
-        if section["name"] == _HIGHLIGHTS:
-            return section["open"] + highlights.table(results) + section["close"]
+        if section["name"] in _TABLES:
+            return section["open"] + _TABLES[section["name"]](results) + section["close"]
         result = results.get(section["name"])
         return section["open"] + (render(result) if result else "") + section["close"]
 

@@ -16,6 +16,7 @@ from tiny_gguf import write_gguf
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.expected_tensors import quantized_bytes
 from ringcore.checkpoint.quantization import GGUF_BLOCKS, GgufFormat
+from ringcore.config import EngineConfig
 from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import ConfigError, InvalidRequestError
@@ -161,6 +162,8 @@ def test_which_files_stay_packed(tmp_path, checkpoint):
     assert packed.format_of("model.layers.1.self_attn.q_proj") == GgufFormat("Q4_0")
     assert packed.format_of("lm_head") == packed.format_of("model.embed_tokens") == GgufFormat("Q4_0")
     assert packed.format_of("model.norm") is None
+    config = EngineConfig.from_options(model=str(path), gguf_weights="packed", device="cpu")
+    assert config.model.spec.quantization == packed
     num_numbers = sum(tensor.numel() for name, tensor in hf().state_dict().items() if name != "lm_head.weight")
     assert quantization("auto", host=SmallHost(8 * num_numbers)) is None
     assert quantization("auto", host=SmallHost(8 * num_numbers - 2)) == packed
