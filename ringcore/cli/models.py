@@ -9,7 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["in_words", "models"]
+from ringcore.checkpoint.quantization import GGUF_BLOCKS
+from ringcore.checkpoint.quantization.reader import quantization_methods
+from ringcore.config.options import QUANTIZATIONS
+
+__all__ = ["formats_in_words", "in_words", "models"]
 
 # It imports torch, and this process does not.
 _PROGRAM = "ringcore.model_executor.models.transformers.known_types"
@@ -20,7 +24,7 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object a line")] = False,
 ) -> None:
     """Lists the types of causal LM that the installed transformers has, and of models whose text part is one: served by
-    a native model, by transformers' own, or refused and why.
+    a native model, by transformers' own, or refused and why. The last lines are the formats of quantized weights.
 
     Each is found out by building the model of its default configuration, without weights, which takes a minute for
     all. A configuration that asks for more than the default may be refused when it is loaded.
@@ -39,6 +43,17 @@ def models(
             print(line.rstrip() if as_json else in_words(json.loads(line)), flush=True)
     if program.returncode:
         raise typer.Exit(1)
+    if not as_json:
+        print(formats_in_words())
+
+
+def formats_in_words() -> str:
+    """The formats of quantized weights, a line for each way to have them."""
+    return (
+        f"\nquantized checkpoints of every type, without experts: {', '.join(quantization_methods())}\n"
+        f"16-bit checkpoints, by the option quantization: {', '.join(QUANTIZATIONS)}\n"
+        f"GGUF files of native models, packed on a CPU by gguf_weights: {', '.join(GGUF_BLOCKS)}; others are expanded"
+    )
 
 
 def in_words(found: dict[str, Any]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import models_page
 from ringcore.cli.app import make_app
-from ringcore.cli.models import in_words
+from ringcore.cli.models import formats_in_words, in_words
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,17 @@ def test_the_page_of_models_says_what_is_so(rows):
     told = {row["model_type"]: row for row in listing.types}
     for name in rows.keys() - {"nothing"}:
         assert told[name] == {fact: value for fact, value in rows[name].items() if value}
+
+
+def test_formats_of_quantized_weights():
+    """As the guide has them, without the models."""
+    by_method, on_load, in_gguf = formats_in_words().strip().splitlines()
+    assert by_method.endswith("without experts: awq, compressed-tensors, fp8, gptq")
+    assert on_load.endswith("quantization: fp8, int4")
+    guide = (Path(__file__).parents[2] / "docs/guide/quantization.md").read_text()
+    kinds = in_gguf.partition("gguf_weights: ")[2].partition(";")[0].split(", ")
+    assert len(kinds) == 9
+    assert all(kind in guide for kind in kinds)
 
 
 def test_a_line_a_type(rows):

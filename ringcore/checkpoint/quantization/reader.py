@@ -12,7 +12,7 @@ from ringcore.checkpoint.quantization.formats import AwqFormat, CodesFormat, Gpt
 from ringcore.checkpoint.quantization.inputs import InputFormat
 from ringcore.checkpoint.quantization.rules import ALL_LINEARS, Quantization, Rule
 
-__all__ = ["read_quantization"]
+__all__ = ["quantization_methods", "read_quantization"]
 
 _LM_HEAD = "lm_head"
 # Fields that say how the model was quantized, or how another program is to run it, not what its tensors mean.
@@ -70,6 +70,11 @@ def read_quantization(config: Metadata, on_load: str | None) -> Quantization | N
         known = ", ".join(sorted(map(repr, _METHODS)))
         raise found.error("quant_method", f"is {method!r}; known: {known}; give a checkpoint in one of them")
     return _METHODS[method](found)
+
+
+def quantization_methods() -> tuple[str, ...]:
+    """Every `quant_method` that is read."""
+    return tuple(sorted(_METHODS))
 
 
 def _on_load(number: str) -> Quantization:
