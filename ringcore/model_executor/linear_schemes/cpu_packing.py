@@ -1,14 +1,14 @@
 """Weight packing: dense weights prepacked for the CPU's GEMM kernels.
 
 Which library is the fastest differs between processors. GFLOP/s of one float32 product of 3,072 x 576 by M rows, the
-weights from memory, two cores of an AMD EPYC (Zen 4) on a busy host:
+weights from memory, one thread of an AMD EPYC (Zen 4), the best of 25 to 60 products in turns on a busy host:
 
-    |                              | M=1 | M=4 | M=16 | M=64 |
-    | F.linear                     | 5   | 12  | 50   | 84   |
-    | packed by MKL                | 6   | 13  | 51   | 96   |
-    | packed by oneDNN             | 9   | 27  | 97   | 160  |
-    | the same numbers in 16 bits  | 16  | 40  | 117  | 158  |
-    | bfloat16, packed by oneDNN   | 19  | 63  | 216  | 330  |
+    |                              | M=1 | M=4 | M=16 | M=64 | M=256 |
+    | F.linear                     | 5   | 14  | 37   | 65   | 79    |
+    | packed by MKL                | 6   | 14  | 39   | 70   | 80    |
+    | packed by oneDNN             | 5   | 21  | 58   | 89   | 104   |
+    | the same numbers in 16 bits  | 9   | 30  | 67   | 92   | 100   |
+    | bfloat16, packed by oneDNN   | 8   | 33  | 91   | 163  | 197   |
 
 and all linears of one step of SmolLM2-135M in ms, on two cores of a Xeon with AMX:
 

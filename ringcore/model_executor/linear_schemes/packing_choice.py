@@ -1,7 +1,8 @@
 """Which packing of a float32 matrix is the fastest on this processor: measured for its shape, once on a host.
 
-One thread multiplies, by weights that no cache holds: so the result does not depend on what else the host does, and few
-rows are as bound by memory as in a model. Measured are `ROWS`; each stands for a range of rows.
+One thread multiplies, by weights that no cache holds, and the shortest time counts: so the result depends little on
+what else the host does, and few rows are as bound by memory as in a model. Measured are `ROWS`; each stands for a range
+of rows.
 """
 
 from __future__ import annotations
