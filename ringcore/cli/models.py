@@ -50,7 +50,7 @@ def models(
 def formats_in_words() -> str:
     """The formats of quantized weights, a line for each way to have them."""
     return (
-        f"\nquantized checkpoints of every type, without experts: {', '.join(quantization_methods())}\n"
+        f"\nquantized checkpoints, by quant_method: {', '.join(quantization_methods())}\n"
         f"16-bit checkpoints, by the option quantization: {', '.join(QUANTIZATIONS)}\n"
         f"GGUF files of native models, packed on a CPU by gguf_weights: {', '.join(GGUF_BLOCKS)}; others are expanded"
     )

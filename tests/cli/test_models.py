@@ -78,7 +78,7 @@ def test_the_page_of_models_says_what_is_so(rows):
 def test_formats_of_quantized_weights():
     """As the guide has them, without the models."""
     by_method, on_load, in_gguf = formats_in_words().strip().splitlines()
-    assert by_method.endswith("without experts: awq, compressed-tensors, fp8, gptq")
+    assert by_method.endswith("by quant_method: awq, compressed-tensors, fp8, gptq, mxfp4")
     assert on_load.endswith("quantization: fp8, int4")
     guide = (Path(__file__).parents[2] / "docs/guide/quantization.md").read_text()
     kinds = in_gguf.partition("gguf_weights: ")[2].partition(";")[0].split(", ")
