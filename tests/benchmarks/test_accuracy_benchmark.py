@@ -56,6 +56,7 @@ def with_tokenizer(model: str, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.long_form
 def test_scores_are_those_of_the_text(tiny_qwen2: str, tmp_path: Path) -> None:
     child = AccuracyChild()
     child.load(
