@@ -13,6 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from ringcore import EngineConfig, SamplingParams
+from ringcore.openai_api.request_fields import REQUEST_FIELDS
+from ringcore.openai_api.schema import ChatCompletionRequest, CompletionRequest
 from ringcore.params.vllm_names import ENGINE_OPTIONS, SAMPLING_PARAMETERS, VllmName
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +25,8 @@ OPEN, CLOSE = "<!-- names -->\n", "<!-- /names -->"
 
 def tables() -> str:
     theirs = json.loads(NAMES.read_text())
+    of_a_request = dict.fromkeys(theirs["ChatCompletionRequest"] + theirs["CompletionRequest"])
+    ours = set(ChatCompletionRequest.model_fields) | set(CompletionRequest.model_fields)
     engine, sampling = set(EngineConfig.options()), {one.name for one in fields(SamplingParams)}
     return "\n".join(
         [
@@ -34,6 +38,10 @@ def tables() -> str:
             "",
             *_table(theirs["SamplingParams"], sampling, SAMPLING_PARAMETERS),
             "",
+            "## Fields of a request",
+            "",
+            *_table(of_a_request, ours, REQUEST_FIELDS),
+            "",
         ]
     )
 
@@ -44,7 +52,7 @@ def _table(theirs: Iterable[str], ours: set[str], names: Mapping[str, VllmName])
     yield ""
     yield "| vLLM's | here | accepted |"
     yield "| --- | --- | --- |"
-    for one in dict.fromkeys(names.values()):
+    for one in {id(one): one for one in names.values()}.values():
         of_it = ", ".join(f"`{name}`" for name, other in names.items() if other is one)
         yield f"| {of_it} | {one.here} | {', '.join(f'`{value!r}`' for value in (None, *one.neutral))} |"
 

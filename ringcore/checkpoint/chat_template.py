@@ -1,7 +1,8 @@
 """Renders a chat template. A template comes with a model, so it is untrusted code: it runs in jinja2's sandbox.
 
 The environment is that of transformers: blocks are trimmed, `break` and `continue` work, and `tojson`,
-`raise_exception` and `strftime_now` are defined. A request cannot supply a template, and its values are builtins.
+`raise_exception` and `strftime_now` are defined. A request supplies a template only where the service allows it; its
+values are builtins.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ringcore.errors import InvalidRequestError, ModelLoadError
 
-__all__ = ["ChatTemplate", "conversation_json"]
+__all__ = ["ChatTemplate", "conversation_json", "request_template"]
 
 MAX_RENDERED_CHARS = 16 << 20
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_CONTINUE = "continue_final_message"
+_END_OF_MESSAGE = "[end-of-the-final-message]"
 
 
 class _Generation(jinja2.ext.Extension):
@@ -104,6 +107,7 @@ class ChatTemplate:
         template refuses it."""
         given = json.loads(conversation)
         messages = given["messages"]
+        end = _mark_end(messages[-1], conversation) if given.pop("continue_final_message", False) else None
         variables = self._special_tokens | {"documents": None} | given.pop("chat_template_kwargs") | given
         pieces: list[str] = []
         num_chars = 0
@@ -119,7 +123,30 @@ class ChatTemplate:
             raise _bad("the model's chat template takes too much memory for them; send less", messages) from None
         except Exception as error:  # a template can raise anything
             raise _bad(f"the model's chat template refuses them: {type(error).__name__}: {error}", messages) from error
-        return "".join(pieces)
+        text = "".join(pieces)
+        if end is None:
+            return text
+        content, is_found, _ = text.rpartition(end)
+        if not is_found:
+            raise _bad("the chat template does not write the content of the final message", messages, _CONTINUE)
+        return content
+
+
+def request_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """A template that a request brings. Raises `InvalidRequestError` where it is not valid."""
+    try:
+        return ChatTemplate(source, special_tokens, "chat_template")
+    except ModelLoadError as error:
+        raise InvalidRequestError(error.message, field="chat_template", value=source[:200]) from error
+
+
+def _mark_end(message: dict[str, Any], conversation: str) -> str:
+    """Ends the content with a text that occurs nowhere else, and returns it."""
+    end = _END_OF_MESSAGE
+    while end in conversation:
+        end = f"[{end}]"
+    message["content"] += end
+    return end
 
 
 def _bad(what: str, value: object, field: str = "messages") -> InvalidRequestError:
@@ -131,18 +158,23 @@ def conversation_json(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
 ) -> str:
     """The variables of a chat template as JSON, so that the sandbox handles only builtin values.
 
-    None and an empty list of tools are equivalent; `chat_template_kwargs` are further variables of the template. Raises
+    None and an empty list of tools are equivalent; `chat_template_kwargs` are further variables of the template. With
+    `continue_final_message` the text ends with the content of the final message, which is not closed. Raises
     `InvalidRequestError` for values of a wrong shape.
     """
-    fields = {
+    fields: dict[str, Any] = {
         "messages": _checked_messages(messages),
         "tools": _checked_tools(tools),
         "chat_template_kwargs": _checked_kwargs(chat_template_kwargs),
         "add_generation_prompt": bool(add_generation_prompt),
     }
+    if continue_final_message:
+        _check_continued(fields["messages"][-1], add_generation_prompt)
+        fields["continue_final_message"] = True
     return "{" + ", ".join(f'"{name}": {_json(value, name)}' for name, value in fields.items()) + "}"
 
 
@@ -166,6 +198,14 @@ def _checked_messages(messages: object) -> list[dict[str, Any]]:
         if not ("content" in message or "tool_calls" in message):
             raise _bad(f"message {position} has no 'content'", messages)
     return list(map(dict, messages))
+
+
+def _check_continued(message: Mapping[str, Any], add_generation_prompt: bool) -> None:
+    if add_generation_prompt:
+        raise _bad("a message is continued, or a new one begun; give add_generation_prompt=False", True, _CONTINUE)
+    content = message.get("content")
+    if not isinstance(content, str) or not content:
+        raise _bad("the final message has no text to continue; give it content", content, _CONTINUE)
 
 
 def _checked_tools(tools: object) -> list[dict[str, Any]] | None:

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from ringcore.checkpoint import ModelFiles
-from ringcore.checkpoint.chat_template import ChatTemplate, conversation_json
+from ringcore.checkpoint.chat_template import ChatTemplate, conversation_json, request_template
 from ringcore.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.checkpoint.token_lengths import TokenLengths
@@ -191,8 +191,10 @@ class Tokenizer:
         """The text of a conversation, with special tokens as text; see `apply_chat_template`."""
         return self.render_conversation(conversation_json(messages, add_generation_prompt, tools, chat_template_kwargs))
 
-    def render_conversation(self, conversation: str) -> str:
-        """`render_chat` with the arguments encoded by `conversation_json`."""
+    def render_conversation(self, conversation: str, chat_template: str | None = None) -> str:
+        """`render_chat` with the arguments encoded by `conversation_json`. chat_template: instead of the model's."""
+        if chat_template is not None:
+            return request_template(chat_template, self._files.special_tokens).render(conversation)
         if self._chat_template is None:
             if self._files.chat_template is None:
                 raise InvalidRequestError(

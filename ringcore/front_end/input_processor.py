@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,21 +14,28 @@ import msgspec
 from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.checkpoint.tokenizer import Tokenizer, check_unicode
 from ringcore.config import EngineConfig
-from ringcore.errors import InvalidRequestError, unknown_option
+from ringcore.errors import unknown_option
+from ringcore.front_end.prompt_checks import (
+    checked_bool,
+    checked_int,
+    checked_integers,
+    checked_priority,
+    checked_string,
+)
 from ringcore.front_end.tokenization.process import too_long
 from ringcore.front_end.tokenization.text_jobs import Encode, EncodeChat, Encoded, TextAnswer
+from ringcore.params.field_checks import bad_field
 from ringcore.params.logits_processor import check_params, load_logits_processor
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.scheduler.vocabulary import Vocabulary
 
-__all__ = ["InputProcessor", "Preparation", "PreparedRequest", "Prompt", "as_prompt_list"]
+__all__ = ["InputProcessor", "Preparation", "PreparedRequest", "Prompt"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "request_id", "cache_salt", "priority")
-_MAX_ID_BYTES = 256
-_MAX_PRIORITY = 2**31 - 1
+_TEXT_KEYS = ("add_special_tokens", "truncate_prompt_tokens")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "request_id", "cache_salt", "priority", *_TEXT_KEYS)
 
 
 class _RequestHeader(NamedTuple):
@@ -41,6 +47,7 @@ class _RequestHeader(NamedTuple):
     request_id: str | None
     priority: int
     cache_salt: str | None
+    max_prompt_tokens: int | None  # the last ones are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,8 @@ class InputProcessor:
         cache_salt: str | None = None,
     ) -> Preparation:
         """A request of one prompt: a str, token ids, or a dict with "prompt" or "prompt_token_ids". Arguments take
-        precedence over the dict's keys.
+        precedence over the dict's keys. Of a dict also "add_special_tokens", by default true, and
+        "truncate_prompt_tokens": how many tokens are kept, the last ones; -1: as many as leave room for max_tokens.
         """
         fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else _fields_of(prompt)
         _check_keys(fields)
@@ -97,16 +105,19 @@ class InputProcessor:
             _first(request_id, fields.get("request_id")),
             _first(priority, fields.get("priority")),
             _first(cache_salt, fields.get("cache_salt")),
+            fields.get("truncate_prompt_tokens"),
         )
         text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
         if (text is None) == (token_ids is None):
-            raise _bad("prompt", repr(text)[:80], "give either prompt or prompt_token_ids, and not both")
+            raise bad_field("prompt", repr(text)[:80], "give either prompt or prompt_token_ids, and not both")
         if text == "":
-            raise _bad("prompt", "", "the prompt is empty; give at least one character")
+            raise bad_field("prompt", "", "the prompt is empty; give at least one character")
         if text is not None:
-            job = self.encode_job(text, bad_words=params.bad_words or ())
+            with_special = checked_bool("add_special_tokens", fields.get("add_special_tokens"), True)
+            is_cut = head.max_prompt_tokens is not None
+            job = self.encode_job(text, with_special, params.bad_words or (), is_cut=is_cut)
             return Preparation(job, partial(self._finish, head, text, None))
-        token_ids = self._checked_token_ids(token_ids)
+        token_ids = self._checked_token_ids(token_ids, head.max_prompt_tokens)
         words = self._encode_bad_words(params)
         return Preparation(words, partial(self._finish, head, None, token_ids))
 
@@ -118,15 +129,27 @@ class InputProcessor:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        add_special_tokens: bool = False,
+        truncate_prompt_tokens: int | None = None,
         request_id: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> Preparation:
-        """A request of one conversation, rendered by the model's own chat template; options as for `prepare`."""
-        head = self._head(params, request_id, priority, cache_salt)
-        conversation = conversation_json(messages, add_generation_prompt, tools, chat_template_kwargs)
-        words = _encodable(params.bad_words or ())
-        job = EncodeChat(conversation, words, max_num_tokens=self._max_model_len - 1)
+        """A request of one conversation, rendered by a chat template (the model's own, if none is given); options as
+        for `prepare`. add_special_tokens: besides those that the template writes."""
+        head = self._head(params, request_id, priority, cache_salt, truncate_prompt_tokens)
+        conversation = conversation_json(
+            messages, add_generation_prompt, tools, chat_template_kwargs, continue_final_message
+        )
+        job = EncodeChat(
+            conversation,
+            _encodable(params.bad_words or ()),
+            max_num_tokens=self._max_model_len - 1 if head.max_prompt_tokens is None else None,
+            add_special_tokens=add_special_tokens,
+            chat_template=chat_template,
+        )
         return Preparation(job, partial(self._finish, head, None, None))
 
     def encode_job(
@@ -135,13 +158,14 @@ class InputProcessor:
         add_special_tokens: bool = True,
         bad_words: Sequence[str] = (),
         return_token_texts: bool = False,
+        is_cut: bool = False,
     ) -> Encode:
         """Raises `InvalidRequestError` for a value that is not a str, and for a text whose length alone implies too
-        many tokens."""
+        many tokens, unless it is cut."""
         if not isinstance(text, str):
-            raise _bad("prompt", type(text).__name__, "give a str, or token ids as prompt_token_ids")
+            raise bad_field("prompt", type(text).__name__, "give a str, or token ids as prompt_token_ids")
         check_unicode(text)
-        num_tokens = self._tokenizer.min_num_tokens(text)
+        num_tokens = 0 if is_cut else self._tokenizer.min_num_tokens(text)
         if num_tokens >= self._max_model_len:
             raise too_long(f"at least {num_tokens}", self._max_model_len)
         return Encode(text, add_special_tokens, _encodable(bad_words), return_token_texts)
@@ -150,18 +174,36 @@ class InputProcessor:
         return Encode(None, bad_words=_encodable(params.bad_words)) if params.bad_words else None
 
     def _head(
-        self, params: SamplingParams, request_id: str | None, priority: int | None, cache_salt: str | None
+        self,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int | None,
+        cache_salt: str | None,
+        truncate_prompt_tokens: int | None,
     ) -> _RequestHeader:
         if not isinstance(params, SamplingParams):
-            raise _bad("sampling_params", repr(params)[:80], "give a SamplingParams")
+            raise bad_field("sampling_params", repr(params)[:80], "give a SamplingParams")
         return _RequestHeader(
             next(self._numbers),
             time.monotonic(),
             params,
-            _checked_string("request_id", request_id),
-            _priority(priority),
-            _checked_string("cache_salt", cache_salt),
+            checked_string("request_id", request_id),
+            checked_priority(priority),
+            checked_string("cache_salt", cache_salt),
+            self._max_prompt_tokens(truncate_prompt_tokens, params),
         )
+
+    def _max_prompt_tokens(self, truncate_prompt_tokens: int | None, params: SamplingParams) -> int | None:
+        """How many tokens of the prompt are kept; None: all, of which there may not be too many."""
+        if truncate_prompt_tokens is None:
+            return None
+        longest = self._max_model_len - 1
+        num_tokens = checked_int("truncate_prompt_tokens", truncate_prompt_tokens, -1, longest)
+        if num_tokens == 0:
+            raise bad_field("truncate_prompt_tokens", 0, "give at least 1, -1 for as many as fit, or leave it out")
+        if num_tokens == -1:
+            return max(1, self._max_model_len - (params.max_tokens or 1))
+        return num_tokens
 
     def _finish(
         self, head: _RequestHeader, text: str | None, token_ids: list[int] | None, answer: TextAnswer | None
@@ -175,7 +217,9 @@ class InputProcessor:
             token_ids = answer.token_ids if token_ids is None else token_ids
         assert token_ids is not None
         if not token_ids:
-            raise _bad("prompt_token_ids", 0, "the prompt is empty; give at least one token")
+            raise bad_field("prompt_token_ids", 0, "the prompt is empty; give at least one token")
+        if head.max_prompt_tokens is not None and len(token_ids) > head.max_prompt_tokens:
+            text, token_ids = None, token_ids[-head.max_prompt_tokens :]
         params = head.params
         self._vocabulary.tokens("prompt_token_ids", token_ids)
         self._check_length(len(token_ids))
@@ -195,25 +239,16 @@ class InputProcessor:
         requests = [first] if params.n == 1 else _one_per_completion(first)
         return PreparedRequest(requests, request_id, text, is_chat)
 
-    def _checked_token_ids(self, token_ids: object) -> list[int]:
+    def _checked_token_ids(self, token_ids: object, max_num_tokens: int | None) -> list[int]:
         if isinstance(token_ids, list | tuple):
+            if max_num_tokens is not None:
+                token_ids = token_ids[-max_num_tokens:]
             self._check_length(len(token_ids))  # before each is checked
-        return _integers("prompt_token_ids", token_ids)
+        return checked_integers("prompt_token_ids", token_ids)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:  # at least one output token has to fit
             raise too_long(num_tokens, self._max_model_len)
-
-
-def as_prompt_list(prompts: Any) -> list[Any]:
-    """The prompts of a call: a list of ints is one prompt of token ids, any other list is one of prompts."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
-        raise _bad("prompts", type(prompts).__name__, "give a str, a list of token ids, a dict, or a list of these")
-    if prompts and all(_is_integer(item) for item in prompts):
-        return [prompts]
-    return list(prompts)
 
 
 def _one_per_completion(request: EngineCoreRequest) -> list[EngineCoreRequest]:
@@ -249,64 +284,10 @@ def _fields_of(prompt: Any) -> dict[str, Any]:
         return {"prompt": prompt}
     if isinstance(prompt, list | tuple):
         return {"prompt_token_ids": prompt}
-    raise _bad("prompt", type(prompt).__name__, "give a str, a list of token ids, or a dict")
+    raise bad_field("prompt", type(prompt).__name__, "give a str, a list of token ids, or a dict")
 
 
 def _check_keys(fields: Mapping[str, Any]) -> None:
     for key in fields:
         if key not in _PROMPT_KEYS:
             raise unknown_option(str(key), _PROMPT_KEYS, "key of a prompt")
-
-
-def _integers(field: str, values: Any) -> list[int]:
-    """The values as plain ints; accepts numpy integers, rejects floats and bools."""
-    if not isinstance(values, list | tuple):
-        raise _bad(field, type(values).__name__, "give a list of token ids")
-    if set(map(type, values)) == {int}:  # the fast path, as for values from JSON
-        return list(values)
-    for position, value in enumerate(values):
-        if not _is_integer(value):
-            raise InvalidRequestError(
-                f"{field}: {value!r} at position {position} is a {type(value).__name__}; give integers",
-                field=field,
-                value=repr(value)[:80],
-                position=position,
-            )
-    return [operator.index(value) for value in values]
-
-
-def _is_integer(value: Any) -> bool:
-    if type(value) is int:
-        return True
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
-
-
-def _checked_string(field: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        raise _bad(field, repr(value)[:80], "give a str that is not empty")
-    try:
-        length = len(value.encode())
-    except UnicodeEncodeError:
-        raise _bad(field, repr(value)[:80], "it holds half of a surrogate pair; remove it") from None
-    if length > _MAX_ID_BYTES:
-        raise _bad(field, repr(value)[:80], f"it has {length} bytes; give at most {_MAX_ID_BYTES}")
-    return value
-
-
-def _priority(value: Any) -> int:
-    """None means the default, 0."""
-    if value is None:
-        return 0
-    if not _is_integer(value) or abs(operator.index(value)) > _MAX_PRIORITY:
-        raise _bad("priority", repr(value)[:80], f"give an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
-    return operator.index(value)
-
-
-def _bad(field: str, value: object, remedy: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}={value!r}: {remedy}", field=field, value=value)

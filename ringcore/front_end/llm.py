@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,12 +17,14 @@ from ringcore.errors import InvalidRequestError
 from ringcore.executor.rpc_call import RpcCaller, WorkerCall
 from ringcore.front_end.engine_metrics import EngineMetrics, make_registry_of, serve_metrics
 from ringcore.front_end.front_end import FrontEnd, start_engine
-from ringcore.front_end.input_processor import PreparedRequest, Prompt, as_prompt_list
+from ringcore.front_end.input_processor import PreparedRequest, Prompt
 from ringcore.front_end.observers import observers_of
+from ringcore.front_end.progress import progress_bar
 from ringcore.front_end.prompt_lists import (
     OnError,
     Prepare,
     as_conversations,
+    as_prompt_list,
     check_choice,
     prepare_all,
     with_index,
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["LLM"]
 
 Message = Mapping[str, Any]
-
-_REFRESH_S = 0.5
 
 
 class LLM(RpcCaller, MemoryMethods):
@@ -98,7 +96,9 @@ class LLM(RpcCaller, MemoryMethods):
         """Completes prompts; one output per prompt, in their order.
 
         prompts: a str, a list of token ids (a list of ints is one prompt), a dict with "prompt" or
-            "prompt_token_ids" and optionally "request_id", "cache_salt" and "priority", or a list of these.
+            "prompt_token_ids" and optionally "request_id", "cache_salt", "priority", "truncate_prompt_tokens" (how many
+            tokens are kept, the last ones; -1: as many as leave room for max_tokens) and "add_special_tokens" (False:
+            none), or a list of these.
         sampling_params: one for all, or a list with one for each; None means `SamplingParams()`.
         use_tqdm: a progress bar on stderr.
         on_error: "raise" checks every prompt before any is sent, and raises a later error once the others are
@@ -119,6 +119,8 @@ class LLM(RpcCaller, MemoryMethods):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations, rendered by the model's own chat template.
 
@@ -126,6 +128,8 @@ class LLM(RpcCaller, MemoryMethods):
         tools: descriptions of functions, in the template's format. The answers are the model's raw text;
             `ringcore.chat` parses tool calls and reasoning out of it.
         chat_template_kwargs: further variables for the template.
+        continue_final_message: the answer goes on with the final message; needs `add_generation_prompt=False`.
+        chat_template: the text of a jinja template, instead of the model's own.
         Everything else is as for `generate`.
         """
 
@@ -134,6 +138,8 @@ class LLM(RpcCaller, MemoryMethods):
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
         )
         return self._generate(as_conversations(messages), prepare, sampling_params, use_tqdm, on_error)
 
@@ -170,7 +176,7 @@ class LLM(RpcCaller, MemoryMethods):
         front_end = self._front_end
         try:
             states = front_end.add(prepared, "final")
-            with _progress(len(prepared), use_tqdm) as progress:
+            with progress_bar(len(prepared), use_tqdm) as progress:
                 while front_end.outputs.has_unfinished:
                     processed = front_end.receive_and_abort()
                     progress(len(processed.changed), processed.num_new_tokens)
@@ -309,35 +315,3 @@ class _CallerLock:
     def __exit__(self, *exc: object) -> None:
         self._holder = None
         self._lock.release()
-
-
-@contextmanager
-def _progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function to call for each message, with the number of finished prompts and of new tokens."""
-    if not use_tqdm:
-        yield lambda num_finished, num_new_tokens: None
-        return
-    from tqdm import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        """Without tqdm's monitor thread. tqdm's default lock creates a named semaphore, which a killed process may
-        leave in /dev/shm; a thread lock replaces it, unless this process has used a bar of tqdm before."""
-
-        monitor_interval = 0
-
-    if not hasattr(tqdm, "_lock"):
-        Bar.set_lock(threading.RLock())
-    with Bar(total=num_prompts, desc="prompts", unit="prompt", dynamic_ncols=True, smoothing=0) as bar:
-        started = shown = time.monotonic()
-        num_tokens = 0
-
-        def advance(num_finished: int, num_new_tokens: int) -> None:
-            nonlocal num_tokens, shown
-            num_tokens += num_new_tokens
-            now = time.monotonic()
-            if num_finished or now - shown > _REFRESH_S:  # show new tokens also while no prompt finishes
-                bar.set_postfix_str(f"{num_tokens / max(now - started, 1e-9):.0f} output tokens/s")
-                bar.update(num_finished)
-                shown = now
-
-        yield advance

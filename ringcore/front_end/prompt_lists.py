@@ -10,11 +10,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ringcore.errors import InvalidRequestError, QueueFullError, RingcoreError
 from ringcore.front_end.input_processor import Preparation, PreparedRequest
+from ringcore.front_end.prompt_checks import is_integer
 from ringcore.front_end.tokenization.text_jobs import TextAnswer, TextJob
+from ringcore.params.field_checks import bad_field
 from ringcore.params.outputs import RequestOutput
 from ringcore.params.sampling_params import SamplingParams
 
-__all__ = ["OnError", "Prepare", "as_conversations", "check_choice", "prepare_all", "with_index"]
+__all__ = ["OnError", "Prepare", "as_conversations", "as_prompt_list", "check_choice", "prepare_all", "with_index"]
 
 OnError = Literal["raise", "return"]
 Prepare = Callable[[Any, SamplingParams], Preparation]
@@ -125,6 +127,18 @@ def _params_of_each(
             value=len(sampling_params),
         )
     return list(sampling_params)
+
+
+def as_prompt_list(prompts: Any) -> list[Any]:
+    """The prompts of a call: a list of ints is one prompt of token ids, any other list is one of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        remedy = "give a str, a list of token ids, a dict, or a list of these"
+        raise bad_field("prompts", type(prompts).__name__, remedy)
+    if prompts and all(is_integer(item) for item in prompts):
+        return [prompts]
+    return list(prompts)
 
 
 def as_conversations(messages: Any) -> list[Any]:

@@ -97,7 +97,8 @@ class ServingEngine(EngineCalls):
         `UnknownOptionError`) for an invalid one.
 
         prompt: a str, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally "request_id",
-            "cache_salt" and "priority"; arguments of these names take precedence. No two unfinished requests may have
+            "cache_salt" and "priority"; arguments of these names take precedence. Also "truncate_prompt_tokens" and
+            "add_special_tokens", as for `LLM.generate`. No two unfinished requests may have
             the same `request_id`.
 
         Yields outputs by `sampling_params.output_kind`; outputs that a slow reader has not read are merged into one.
@@ -122,11 +123,17 @@ class ServingEngine(EngineCalls):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        add_special_tokens: bool = False,
+        truncate_prompt_tokens: int | None = None,
     ) -> OutputStream:
         """Answers one conversation, rendered by the model's own chat template. Everything else is as for `generate`.
 
         messages: dicts with "role" and "content". tools: descriptions of functions, in the template's format.
-        chat_template_kwargs: further variables for the template.
+        chat_template_kwargs: further variables for the template. continue_final_message: the answer goes on with the
+        final message; needs `add_generation_prompt=False`. chat_template: the text of a jinja template, instead of the
+        model's own. add_special_tokens: besides those that the template writes.
         """
         options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
 
@@ -137,6 +144,10 @@ class ServingEngine(EngineCalls):
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
                 **options,
             )
 

@@ -75,6 +75,8 @@ class CompletionChoice(TypedDict):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]  # of a stream's first chunk
+    token_ids: NotRequired[list[int]]
 
 
 class CompletionResponse(TypedDict):
@@ -128,6 +130,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -136,6 +139,7 @@ class ChatChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletionResponse(TypedDict):
@@ -146,6 +150,7 @@ class ChatCompletionResponse(TypedDict):
     choices: list[ChatChoice]
     usage: UsageInfo
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ChatCompletionChunk(TypedDict):
@@ -155,6 +160,7 @@ class ChatCompletionChunk(TypedDict):
     model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageInfo | None]
+    prompt_token_ids: NotRequired[list[int]]  # of the first chunk
 
 
 class ModelCard(TypedDict):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
-from ringcore.chat import MessageBuilder
+from ringcore.chat import ChatEvent, MessageBuilder, ReasoningDelta
 from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.errors import InvalidRequestError
 from ringcore.front_end.tokenization.text_jobs import RenderChat, Rendered
@@ -41,6 +42,8 @@ class Chat:
     num_prompts = 1
 
     def __init__(self, model: ServedModel, body: ChatCompletionRequest, answer_id: str | None = None) -> None:
+        model.check_fields(body)
+        model.check_chat_template(body.chat_template)
         self._messages = model.template_messages(body.messages)
         model.check_n(body.num_completions)
         model.check_logprobs("top_logprobs", body.top_logprobs)
@@ -48,7 +51,13 @@ class Chat:
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequestError("top_logprobs: only of use with logprobs=true", field="top_logprobs")
         self._model, self._body = model, body
-        self._tools, self._template_kwargs = body.request_tools(), body.template_kwargs()
+        self._tools = body.request_tools()
+        self._conversation: dict[str, Any] = {
+            "add_generation_prompt": body.add_generation_prompt,
+            "tools": self._tools.shown,
+            "chat_template_kwargs": body.template_kwargs(),
+            "continue_final_message": body.continue_final_message,
+        }
         self._form = body.text_form()
         self._parsing = RequestParsing(
             model.engine.get_tokenizer(),
@@ -67,7 +76,7 @@ class Chat:
             skip_special_tokens=self._parsing.skip_special_tokens,
             stop_token_ids=self._stop_token_ids(),
         )
-        self._answer = Answer.of("chatcmpl", model.name(body.model), answer_id)
+        self._answer = Answer.of("chatcmpl", model.name(body.model), answer_id, body.request_id)
         self.n = self._params.n
 
     def _stop_token_ids(self) -> list[int]:
@@ -100,6 +109,8 @@ class Chat:
         )
         if last.prompt_logprobs is not None:
             response["prompt_logprobs"] = prompt_logprobs(last.prompt_logprobs)
+        if self._body.return_token_ids:
+            response["prompt_token_ids"] = last.prompt_token_ids
         return response
 
     async def stream(self, emit: Emit) -> None:
@@ -111,10 +122,14 @@ class Chat:
                 self._answer.count_prompt(output)
                 parsers.extend(self._begin(output))
             self._answer.count_completions(output)
-            for completion in changed_completions(output, finished):
+            sends_token_ids = bool(self._body.return_token_ids)
+            for completion in changed_completions(output, finished, sends_token_ids=sends_token_ids):
                 if completion.index not in begun:
+                    chunk = self._chunk(completion.index, ChatMessage(role="assistant", content=""))
+                    if sends_token_ids and not begun:
+                        chunk["prompt_token_ids"] = output.prompt_token_ids
                     begun.add(completion.index)
-                    await emit(self._chunk(completion.index, ChatMessage(role="assistant", content="")))
+                    await emit(chunk)
                 await self._emit_deltas(completion, parsers[completion.index], emit)
 
         await self._generate(take)
@@ -127,14 +142,19 @@ class Chat:
     async def _emit_deltas(self, completion: CompletionOutput, parser: ChoiceParser, emit: Emit) -> None:
         """Emits each delta of one choice as a chunk, and at its end a chunk with the finish reason.
 
-        The first chunk has the log-probabilities of all new tokens, also of those whose text is held back.
+        The first chunk has the log-probabilities and ids of all new tokens, also of those whose text is held back.
         """
         is_last = completion.finish_reason is not None
-        deltas = [delta for event in parser.take(completion.text, is_last=is_last) if (delta := chat_delta(event))]
+        events = self._shown(parser.take(completion.text, is_last=is_last))
+        deltas = [delta for event in events if (delta := chat_delta(event))]
         logprobs = self._logprobs(completion.logprobs or None)
-        for delta in deltas or ([ChatMessage(content="")] if logprobs else []):
-            await emit(self._chunk(completion.index, delta, logprobs))
-            logprobs = None
+        token_ids = completion.token_ids if self._body.return_token_ids else []
+        for delta in deltas or ([ChatMessage(content="")] if logprobs or token_ids else []):
+            chunk = self._chunk(completion.index, delta, logprobs)
+            if token_ids:
+                chunk["choices"][0]["token_ids"] = token_ids
+            await emit(chunk)
+            logprobs, token_ids = None, []
         if is_last:
             chunk = self._chunk(completion.index, ChatMessage())
             choice = chunk["choices"][0]
@@ -151,9 +171,10 @@ class Chat:
             request_id=self._answer.id,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            add_generation_prompt=body.add_generation_prompt,
-            tools=self._tools.shown,
-            chat_template_kwargs=self._template_kwargs,
+            **self._conversation,
+            chat_template=body.chat_template,
+            add_special_tokens=bool(body.add_special_tokens),
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
         await self._model.consume(outputs, take, self._form_field)
 
@@ -174,11 +195,9 @@ class Chat:
         return "tools" if self._form is None else self._form.field
 
     async def _prompt_end(self) -> str:
-        body = self._body
-        conversation = conversation_json(
-            self._messages, body.add_generation_prompt, self._tools.shown, self._template_kwargs
-        )
-        answer = await self._model.engine.run_text_job(RenderChat(conversation, PROMPT_END_CHARS))
+        conversation = conversation_json(self._messages, **self._conversation)
+        job = RenderChat(conversation, PROMPT_END_CHARS, self._body.chat_template)
+        answer = await self._model.engine.run_text_job(job)
         assert isinstance(answer, Rendered)
         return answer.text
 
@@ -187,14 +206,22 @@ class Chat:
 
     def _choice(self, completion: CompletionOutput, parser: ChoiceParser) -> ChatChoice:
         builder = MessageBuilder()
-        builder.add(parser.take(completion.text, is_last=True))
-        return ChatChoice(
+        builder.add(self._shown(parser.take(completion.text, is_last=True)))
+        choice = ChatChoice(
             index=completion.index,
             message=chat_message(builder.message),
             logprobs=self._logprobs(completion.logprobs),
             finish_reason=parser.finish_reason(completion.finish_reason),
             stop_reason=completion.stop_reason,
         )
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _shown(self, events: list[ChatEvent]) -> list[ChatEvent]:
+        if self._body.include_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, ReasoningDelta)]
 
     def _chunk(self, index: int, delta: ChatMessage, logprobs: ChatLogprobs | None = None) -> ChatCompletionChunk:
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)

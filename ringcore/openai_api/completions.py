@@ -38,18 +38,20 @@ class Completions:
     """
 
     def __init__(self, model: ServedModel, body: CompletionRequest, answer_id: str | None = None) -> None:
+        model.check_fields(body)
         model.check_n(body.num_completions)
-        model.check_logprobs("logprobs", body.logprobs)
+        model.check_logprobs("logprobs", body.num_logprobs)
         model.check_logprobs("prompt_logprobs", body.prompt_logprobs)
         self._model, self._body = model, body
         self._prompts = body.prompts()
         self._form = body.text_form()
         self._params = body.sampling_params(
             structured_outputs=None if self._form is None else self._form.params,
+            logprobs=body.num_logprobs,
             output_kind="delta" if body.stream else "final",
             **self._echo_params(),
         )
-        self._answer = Answer.of("cmpl", model.name(body.model), answer_id)
+        self._answer = Answer.of("cmpl", model.name(body.model), answer_id, body.request_id)
         self.num_prompts, self.n = len(self._prompts), self._params.n
 
     def _echo_params(self) -> dict[str, int | None]:
@@ -57,7 +59,7 @@ class Completions:
         max_tokens=0, which returns the prompt only, one token that is dropped."""
         body, params = self._body, dict[str, int | None]()
         if body.echo and body.prompt_logprobs is None:
-            params["prompt_logprobs"] = body.logprobs
+            params["prompt_logprobs"] = body.num_logprobs
         if self._is_prompt_alone:
             params["max_tokens"] = 1
         return params
@@ -83,6 +85,9 @@ class Completions:
             self._count_completions(output)
             echo = self._echo(output)
             choices += [self._choice(index, completion, echo)[0] for completion in output.outputs]
+            if self._body.return_token_ids:
+                for choice in choices[-len(output.outputs) :]:
+                    choice["prompt_token_ids"] = output.prompt_token_ids
             if self._body.prompt_logprobs is not None:
                 positions = prompt_logprobs(output.prompt_logprobs or [])
                 for choice in choices[-len(output.outputs) :]:
@@ -114,9 +119,12 @@ class Completions:
 
         async def give(output: RequestOutput) -> None:
             self._count_completions(output)
-            for completion in changed_completions(output, finished):
+            sends_token_ids = bool(self._body.return_token_ids)
+            for completion in changed_completions(output, finished, sends_token_ids=sends_token_ids):
                 i = completion.index
                 choice, offsets[i] = self._choice(index, completion, _Echo() if is_begun[i] else echo, offsets[i])
+                if sends_token_ids and not is_begun[i]:
+                    choice["prompt_token_ids"] = output.prompt_token_ids
                 is_begun[i] = True
                 usage = self._answer.usage() if self._body.wants_usage_so_far else None
                 await emit(self._response([choice], usage))
@@ -129,15 +137,20 @@ class Completions:
 
     @property
     def _has_echoed_logprobs(self) -> bool:
-        return self._body.echo and self._body.logprobs is not None
+        return self._body.echo and self._body.num_logprobs is not None
 
     async def _generate(self, index: int, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
+        prompt, body = self._prompts[index], self._body
         outputs = self._model.engine.generate(
-            self._prompts[index],
+            {
+                "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt,
+                "add_special_tokens": body.add_special_tokens,
+                "truncate_prompt_tokens": body.truncate_prompt_tokens,
+            },
             self._params,
             request_id=f"{self._answer.id}-{index}",
-            priority=self._body.priority,
-            cache_salt=self._body.cache_salt,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
         )
         await self._model.consume(outputs, take, None if self._form is None else self._form.field)
 
@@ -161,7 +174,7 @@ class Completions:
         if self._is_prompt_alone:
             logprobs_of_none: list[dict[int, Logprob]] | None = None if completion.logprobs is None else []
             completion = replace(
-                completion, text="", logprobs=logprobs_of_none, finish_reason="length", stop_reason=None
+                completion, text="", token_ids=[], logprobs=logprobs_of_none, finish_reason="length", stop_reason=None
             )
         logprobs = None
         if completion.logprobs is not None:
@@ -174,6 +187,8 @@ class Completions:
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
         return choice, text_offset
 
     def _count_completions(self, output: RequestOutput) -> None:

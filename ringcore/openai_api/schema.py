@@ -24,6 +24,7 @@ __all__ = [
 TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # report only the first of many wrong ids
 Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
 _SAMPLING_PARAMS = {f.name for f in fields(SamplingParams)} - {"structured_outputs"}
+_ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(BaseModel):
@@ -37,10 +38,10 @@ class StreamOptions(BaseModel):
 class SamplingRequest(BaseModel):
     """The common fields of completions and chat. None means not given: `SamplingParams`'s default applies.
 
-    Unknown fields are refused, since a misspelt one would otherwise be ignored.
+    Other fields are in `model_extra`, for `ServedModel.check_fields`.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = None
     n: StrictInt | None = None
@@ -70,6 +71,10 @@ class SamplingRequest(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     priority: StrictInt = 0
     cache_salt: StrictStr | None = None
+    request_id: StrictStr | None = None  # of the answer's id, and of the engine's request
+    return_token_ids: StrictBool | None = None
+    add_special_tokens: StrictBool | None = None  # default: with a prompt, and not with messages
+    truncate_prompt_tokens: StrictInt | None = None
     # No effect.
     user: StrictStr | None = None
     metadata: dict[str, Any] | None = None
@@ -77,6 +82,10 @@ class SamplingRequest(BaseModel):
     service_tier: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None
+    prompt_cache_retention: StrictStr | None = None
+    session_id: StrictStr | None = None
+    verbosity: StrictStr | None = None
+    prediction: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     # vLLM's older names for `structured_outputs`.
     guided_json: StrictStr | dict[str, Any] | None = None
@@ -86,8 +95,9 @@ class SamplingRequest(BaseModel):
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """Raises `InvalidRequestError`; `others` override fields of the same name."""
-        self._reject_unsupported()
-        given = self.model_dump(include={*_SAMPLING_PARAMS, "vllm_xargs"}, exclude_none=True)
+        self._check_stream()
+        names = _SAMPLING_PARAMS & type(self).model_fields.keys()
+        given = self.model_dump(include={*names, "vllm_xargs"}, exclude_none=True)
         given["extra_args"] = given.pop("vllm_xargs", None)
         for name in ("logit_bias", "bad_words", "extra_args"):
             if not given.get(name):  # empty means not given
@@ -113,11 +123,7 @@ class SamplingRequest(BaseModel):
         """Whether each chunk of a stream has the usage so far."""
         return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        """The unsupported fields, each with its neutral values, which are accepted."""
-        return {}
-
-    def _reject_unsupported(self) -> None:
+    def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options: only of use with stream=true; leave it out", field="stream_options"
@@ -126,21 +132,16 @@ class SamplingRequest(BaseModel):
             raise InvalidRequestError(
                 "prompt_logprobs: not part of a stream; leave it out, or stream", field="prompt_logprobs"
             )
-        for name, neutral in self.neutral_values().items():
-            value = self.__dict__[name]
-            if value is not None and value not in neutral:
-                raise InvalidRequestError(f"{name}: not served here; leave it out", field=name)
 
 
 class CompletionRequest(SamplingRequest):
     prompt: StrictStr | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    logprobs: StrictInt | None = None
+    logprobs: StrictInt | Literal[False] | None = None
     echo: StrictBool = False
-    best_of: StrictInt | None = None
-    suffix: StrictStr | None = None
 
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        return super().neutral_values() | {"best_of": (1,), "suffix": ("",)}
+    @property
+    def num_logprobs(self) -> int | None:
+        return None if self.logprobs is False else self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """At least one."""
@@ -159,36 +160,33 @@ class ChatCompletionRequest(SamplingRequest):
     top_logprobs: StrictInt | None = None
     # vLLM's.
     add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    chat_template: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: StrictBool = True
     tools: list[Tool] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
-    # Refused, except for neutral values.
-    functions: list[dict[str, Any]] | None = None
-    function_call: StrictStr | dict[str, Any] | None = None
-    modalities: list[StrictStr] | None = None
-
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        return super().neutral_values() | {
-            "functions": ([],),
-            "function_call": ("none", "auto"),
-            "modalities": (["text"],),
-        }
+    reasoning_effort: _ReasoningEffort | None = None
 
     def request_tools(self) -> RequestTools:
         return request_tools(self.tools, self.tool_choice)
 
     def template_kwargs(self) -> dict[str, Any] | None:
-        """The variables for the chat template. Raises `InvalidRequestError` for one that is given twice."""
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        given = self.chat_template_kwargs or {}
-        if "reasoning_effort" in given:
-            raise InvalidRequestError(
-                "reasoning_effort: chat_template_kwargs gives it too; leave one out", field="reasoning_effort"
-            )
-        return given | {"reasoning_effort": self.reasoning_effort}
+        """The variables for the chat template. Raises `InvalidRequestError` for one that is given twice.
+
+        The effort "none" also sets those by which templates are told not to reason."""
+        given, own = self.chat_template_kwargs or {}, dict[str, Any]()
+        for name in ("reasoning_effort", "documents"):
+            if (value := self.__dict__[name]) is None:
+                continue
+            if name in given:
+                raise InvalidRequestError(f"{name}: chat_template_kwargs gives it too; leave one out", field=name)
+            own[name] = value
+        if self.reasoning_effort == "none":
+            own = {"enable_thinking": False, "thinking": False} | own
+        return own | given or None
 
 
 class TokenizeRequest(BaseModel):
@@ -201,6 +199,7 @@ class TokenizeRequest(BaseModel):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None  # with messages
     return_token_strs: StrictBool = False

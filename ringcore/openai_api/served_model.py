@@ -18,6 +18,8 @@ from ringcore.front_end.serving_engine import ServingEngine
 from ringcore.openai_api.answers import PromptTokensDetails, UsageInfo
 from ringcore.openai_api.conversations import Message, text_messages
 from ringcore.openai_api.errors import ApiError
+from ringcore.openai_api.request_fields import ExtraFields
+from ringcore.openai_api.schema import SamplingRequest
 from ringcore.openai_api.structured import name_field
 from ringcore.params.outputs import CompletionOutput, RequestOutput
 
@@ -31,8 +33,8 @@ class ServedModel:
     """An engine, by the names that a request may ask for, with the bounds of a request.
 
     names: a response has the first one. max_n: the most completions of a prompt. tool_call_parser, reasoning_parser:
-    see `choose_format`. observe: called with each output of a prompt, before it is used; what it raises ends
-    the prompt.
+    see `choose_format`. is_strict: unknown fields of a request are refused. takes_chat_templates: a request may bring
+    one. observe: called with each output of a prompt, before it is used; what it raises ends the prompt.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class ServedModel:
         max_n: int,
         tool_call_parser: str | None,
         reasoning_parser: str | None,
+        is_strict: bool = True,
+        takes_chat_templates: bool = False,
         observe: Observe | None = None,
     ) -> None:
         self.engine, self.names = engine, names
@@ -51,6 +55,8 @@ class ServedModel:
         self.chat_format = choose_format(chat_template, tool_call_parser, reasoning_parser)
         self._template_format = choose_format(chat_template)
         self._max_n, self._observe = max_n, observe
+        self._extra_fields = ExtraFields(is_strict=is_strict)
+        self._takes_chat_templates = takes_chat_templates
 
     def observed_by(self, observe: Observe) -> ServedModel:
         """The same model, for requests that something else follows."""
@@ -79,6 +85,18 @@ class ServedModel:
                 value=len(messages),
             )
         return text_messages(messages, self._template_format)
+
+    def check_fields(self, body: SamplingRequest) -> None:
+        """Raises `InvalidRequestError` (or `UnknownOptionError`) for a field that is not served."""
+        self._extra_fields.check(body.model_extra or {}, type(body).model_fields)
+
+    def check_chat_template(self, chat_template: str | None) -> None:
+        if chat_template is not None and not self._takes_chat_templates:
+            raise InvalidRequestError(
+                "chat_template: requests bring none here; leave it out, or start the service with "
+                "--trust-request-chat-template",
+                field="chat_template",
+            )
 
     def check_n(self, n: int) -> None:
         _check_bounds("n", n, 1, self._max_n, "max_n")
@@ -121,8 +139,9 @@ class Answer:
     completion_tokens: int = 0
 
     @classmethod
-    def of(cls, prefix: str, model: str, answer_id: str | None = None) -> Answer:
-        return cls(answer_id or f"{prefix}-{uuid4().hex}", unix_seconds(), model)
+    def of(cls, prefix: str, model: str, answer_id: str | None = None, request_id: str | None = None) -> Answer:
+        """answer_id: the whole id; request_id: what comes after the prefix, as a client wants it."""
+        return cls(answer_id or f"{prefix}-{request_id or uuid4().hex}", unix_seconds(), model)
 
     def count_prompt(self, output: RequestOutput) -> None:
         self.prompt_tokens += len(output.prompt_token_ids)
@@ -140,14 +159,16 @@ class Answer:
         )
 
 
-def changed_completions(output: RequestOutput, finished: set[int]) -> Iterator[CompletionOutput]:
+def changed_completions(
+    output: RequestOutput, finished: set[int], *, sends_token_ids: bool = False
+) -> Iterator[CompletionOutput]:
     """The completions of a delta output that have something to send. `finished`: those whose end was sent."""
     for completion in output.outputs:
         if completion.index in finished:
             continue
         if completion.finish_reason is not None:
             finished.add(completion.index)
-        elif not completion.text and not completion.logprobs:
+        elif not completion.text and not completion.logprobs and not (sends_token_ids and completion.token_ids):
             continue  # for example a token that is part of a character
         yield completion
 

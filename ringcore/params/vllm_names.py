@@ -21,6 +21,9 @@ class VllmName:
     here: str
     neutral: tuple[Any, ...] = ()
 
+    def accepts(self, value: Any) -> bool:
+        return value is None or any(type(value) is type(one) and value == one for one in self.neutral)
+
 
 def known_options(
     given: Mapping[str, Any], known: Iterable[str], names: Mapping[str, VllmName], what: str
@@ -34,14 +37,10 @@ def known_options(
             kept[name] = value
         elif name not in names:
             raise unknown_option(name, known, what)
-        elif value is not None and not _is_among(value, names[name].neutral):
+        elif not names[name].accepts(value):
             message = f"unknown {what} {name!r}, which is vLLM's: {names[name].here}"
             raise UnknownOptionError(message, option=name, nearest=None)
     return kept
-
-
-def _is_among(value: Any, neutral: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in neutral)
 
 
 def _all(names: str, here: str, *neutral: Any) -> dict[str, VllmName]:

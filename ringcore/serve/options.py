@@ -52,6 +52,10 @@ class ServiceOptions:
     max_concurrent_requests: int = _option(
         1024, "completions in flight at once, n of each prompt; requests beyond that are answered 429"
     )
+    strict: bool = _option(False, "refuse unknown fields of a request; else the log warns once of each")
+    trust_request_chat_template: bool = _option(
+        False, "a chat request may bring its own chat_template, which runs in the tokenizer's sandbox"
+    )
     batch_dir: str | None = _option(None, "a folder for files and batches; without it there is no /v1/batches")
     max_batch_file_bytes: int = _option(200 << 20, "the largest file that may be uploaded")
     max_batch_dir_bytes: int = _option(10 << 30, "of all uploaded files and results; beyond, an upload is answered 413")
@@ -88,6 +92,9 @@ class ServiceOptions:
                     "api_keys: a key is made of ASCII characters without spaces; give another one", option="api_keys"
                 )
 
+        for option in ("strict", "trust_request_chat_template"):
+            if not isinstance(getattr(self, option), bool):
+                raise _bad(option, getattr(self, option), "give True or False")
         for option in ("tool_call_parser", "reasoning_parser"):
             if not isinstance(getattr(self, option), str | None):
                 raise _bad(option, getattr(self, option), "give 'auto', None or the name of a format")

@@ -30,6 +30,8 @@ class Service:
             max_n=options.max_n,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
+            is_strict=options.strict,
+            takes_chat_templates=options.trust_request_chat_template,
         )
         self.started_at = unix_seconds()
         self.is_ending = False

@@ -48,6 +48,7 @@ def _job(service: Service, body: TokenizeRequest) -> TextJob:
         body.add_generation_prompt,
         request_tools(body.tools).shown,
         body.chat_template_kwargs,
+        body.continue_final_message,
     )
     return EncodeChat(conversation, max_num_tokens=service.model.max_model_len, return_token_texts=wants_texts)
 

@@ -58,7 +58,7 @@ OPENAI_LINES = [
 ]
 WRONG = {
     "model": (404, "model", "is not served"),
-    "field": (400, "temprature", "not permitted"),
+    "field": (400, "temprature", "did you mean 'temperature'"),
     "type": (400, "temperature", "valid number"),
     "long": (400, "prompt", "max_model_len"),
     "streamed": (400, "stream", "not in a batch"),

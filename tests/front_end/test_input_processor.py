@@ -9,7 +9,8 @@ from fake_engine import VOCAB_SIZE, make_model_folder
 from ringcore import EngineConfig, SamplingParams
 from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.errors import ConfigError, InvalidRequestError, UnknownOptionError
-from ringcore.front_end.input_processor import InputProcessor, as_prompt_list
+from ringcore.front_end.input_processor import InputProcessor
+from ringcore.front_end.prompt_lists import as_prompt_list
 from ringcore.front_end.tokenization.bad_words import bad_words_token_ids
 from ringcore.front_end.tokenization.process import execute
 

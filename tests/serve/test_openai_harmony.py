@@ -96,7 +96,7 @@ def test_what_the_template_is_given(service):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"reasoning_effort": "most"}, "'low', 'medium' or 'high'"),
+        ({"reasoning_effort": "most"}, "'xhigh' or 'max'"),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}, "leave one out"),
     ],
 )

@@ -159,10 +159,10 @@ async def check_requests(engine, models):
     (text,) = await all_of(engine.detokenize(Asked(tokens=[97, 98])))
     assert text.prompt == "ab"
 
-    wrong = [Asked(prompt="ab", max_tokens=-1), Asked(prompt="ab", no_such_field=1), Asked(prompt="ab", model="other")]
+    wrong = [Asked(prompt="ab", max_tokens=-1), Asked(prompt="ab", suffix="x"), Asked(prompt="ab", model="other")]
     errors = [(await all_of(engine.completions(one)))[0].error for one in wrong]
     assert [one.code for one in errors] == [400, 400, 404]
-    assert errors[1].param == "no_such_field"
+    assert errors[1].param == "suffix"
     (refused,) = await all_of(engine.embeddings(Asked(input="a")))
     assert "embeddings are not served" in refused.error.message
 

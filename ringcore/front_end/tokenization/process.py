@@ -75,12 +75,12 @@ def execute(tokenizer: Tokenizer, job: TextJob) -> TextAnswer:
             token_ids = [] if text is None else tokenizer.encode(text, add_special_tokens)
             return _encoded(tokenizer, token_ids, job)
         case EncodeChat(conversation, _, max_num_tokens):
-            text = tokenizer.render_conversation(conversation)
+            text = tokenizer.render_conversation(conversation, job.chat_template)
             if max_num_tokens is not None and (num_tokens := tokenizer.min_num_tokens(text)) > max_num_tokens:
                 raise too_long(f"at least {num_tokens}", max_num_tokens + 1)
-            return _encoded(tokenizer, tokenizer.encode(text, add_special_tokens=False), job)
+            return _encoded(tokenizer, tokenizer.encode(text, job.add_special_tokens), job)
         case RenderChat(conversation, num_chars):
-            return Rendered(tokenizer.render_conversation(conversation)[-num_chars:])
+            return Rendered(tokenizer.render_conversation(conversation, job.chat_template)[-num_chars:])
         case Decode(token_ids):
             return Rendered(tokenizer.decode(token_ids, skip_special_tokens=False))
     assert_never(job)

@@ -31,12 +31,14 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 class EncodeChat(msgspec.Struct, frozen=True, tag=True):
     """-> `Encoded`. conversation: of `checkpoint.chat_template.conversation_json`. max_num_tokens: a conversation whose
-    text length alone implies more tokens is refused."""
+    text length alone implies more tokens is refused. chat_template: None is the model's."""
 
     conversation: str
     bad_words: Sequence[str] = ()
     max_num_tokens: int | None = None
     return_token_texts: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag=True):
@@ -44,6 +46,7 @@ class RenderChat(msgspec.Struct, frozen=True, tag=True):
 
     conversation: str
     num_chars: int
+    chat_template: str | None = None
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
