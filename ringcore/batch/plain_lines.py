@@ -28,7 +28,7 @@ _FIELDS = ("custom_id", *_PROMPTS, *_OF_PROMPTS, *_OF_CHATS, *_SAMPLING)
 
 
 class PlainLines:
-    """defaults: sampling parameters of lines that do not have them."""
+    """defaults: sampling parameters of lines that do not have them; before those of the model."""
 
     def __init__(self, job_seed: int, defaults: Mapping[str, Any]) -> None:
         self._seed, self._defaults = job_seed, dict(defaults)
@@ -71,7 +71,7 @@ class PlainLines:
         return Outcome(Record(line.number, True, 0, 0), msgspec.json.encode(result) + b"\n")
 
     async def _complete(self, model: ServedModel, line: InputLine, given: dict[str, Any]) -> RequestOutput:
-        params = self._params(line, given)
+        params = self._params(line, given, model.sampling_defaults)
         last: RequestOutput | None = None
 
         async def take(output: RequestOutput) -> None:
@@ -82,11 +82,12 @@ class PlainLines:
         assert last is not None, "an iterator ended without an output"
         return last
 
-    def _params(self, line: InputLine, given: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, line: InputLine, given: Mapping[str, Any], of_model: Mapping[str, Any]) -> SamplingParams:
         for name in given:
             if name not in _FIELDS:
                 raise unknown_option(name, _FIELDS, "field of a line")
-        asked = self._defaults | {name: given[name] for name in _SAMPLING if given.get(name) is not None}
+        own = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
+        asked = {**of_model, **self._defaults, **own}
         asked.setdefault("seed", seed_of_line(self._seed, line.number))
         structured = asked.get("structured_outputs")
         if isinstance(structured, dict):

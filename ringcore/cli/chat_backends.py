@@ -60,7 +60,7 @@ class EngineChat:
         self._left_out = special - markers if self._is_marked else frozenset[str]()
 
     async def answer(self, messages: Sequence[Message], params: Mapping[str, Any]) -> AsyncIterator[Piece]:
-        asked = {"max_tokens": None, **params, "output_kind": "delta"}
+        asked = {"max_tokens": None, **self._engine.config.model.sampling_defaults, **params, "output_kind": "delta"}
         if self._is_marked:
             asked["skip_special_tokens"] = False
         parser: ChatParser | None = None

@@ -48,8 +48,10 @@ def generate(
     from ringcore.front_end.llm import LLM
     from ringcore.params.sampling_params import SamplingParams
 
-    params = SamplingParams(**given(options, sampling_options()))
+    sampling = given(options, sampling_options())
+    SamplingParams(**sampling)  # raises before a model is loaded
     with LLM(**given(options, engine_options())) as llm:
+        params = SamplingParams(**llm.config.model.sampling_defaults | sampling)
         if chat:
             outputs = llm.chat([_conversation(i, p) for i, p in enumerate(prompts)], params, use_tqdm=progress)
         else:

@@ -19,6 +19,7 @@ from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.config.option_checks import check_together, check_values
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ringcore.config.sampling_defaults import read_sampling_defaults
 from ringcore.config.value_checks import bad_value
 from ringcore.families import FAMILIES
 from ringcore.host.file_names import as_file_name
@@ -73,8 +74,9 @@ class EngineConfig:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
         spec = read_model_spec(files, FAMILIES, options["model_impl"], options["quantization"])
         spec = with_gguf_weights(spec, files, options["gguf_weights"], options["dtype"], options["device"], Host())
+        defaults = read_sampling_defaults(files) if options["generation_config"] == "auto" else {}
         resolved: dict[type, dict[str, Any]] = {
-            ModelConfig: {"files": files, "spec": spec},
+            ModelConfig: {"files": files, "spec": spec, "sampling_defaults": defaults},
             SchedulerConfig: {"num_stages": options["pipeline_parallel_size"]},
         }
         parts: dict[str, Any] = {

@@ -17,6 +17,7 @@ from ringcore.config.options import (
     DEVICES,
     DTYPES,
     EXECUTORS,
+    GENERATION_CONFIGS,
     GGUF_WEIGHTS,
     LARGE_MESSAGES,
     LOAD_FORMATS,
@@ -37,6 +38,7 @@ MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
     "model_impl": MODEL_IMPLS,
+    "generation_config": GENERATION_CONFIGS,
     "dtype": DTYPES,
     "device": DEVICES,
     "gguf_weights": GGUF_WEIGHTS,

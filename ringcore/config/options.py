@@ -14,6 +14,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
 QUANTIZATIONS = ("fp8", "int4")
 GGUF_WEIGHTS = ("auto", "packed", "expanded")
+GENERATION_CONFIGS = ("auto", "ringcore")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -52,12 +53,18 @@ class ModelConfig:
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"
     )
     seed: int = _option(0, "seeds dummy weights and the seeds of requests that bring none")
+    generation_config: str = _option(
+        "auto",
+        f"one of {', '.join(GENERATION_CONFIGS)}: sampling parameters that a request does not give are those of the "
+        "model's generation_config.json, or ringcore's own",
+    )
     tokenizer_timeout_s: float = _option(10.0, "a prompt whose chat template and tokenizer take longer is refused")
     max_tokenizer_queue: int = _option(1024, "prompts that may wait for the tokenizer; further ones are refused")
     logits_processors: list[str] = _option([], "'module:Class' of each custom LogitsProcessor, or the class itself")
     # resolved
     files: ModelFiles
     spec: AnySpec
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by the names of `SamplingParams`
 
     @property
     def context_len(self) -> int:

@@ -99,7 +99,8 @@ class LLM(RpcCaller, MemoryMethods):
             "prompt_token_ids" and optionally "request_id", "cache_salt", "priority", "truncate_prompt_tokens" (how many
             tokens are kept, the last ones; -1: as many as leave room for max_tokens) and "add_special_tokens" (False:
             none), or a list of these.
-        sampling_params: one for all, or a list with one for each; None means `SamplingParams()`.
+        sampling_params: one for all, or a list with one for each; None means
+            `get_default_sampling_params()`.
         use_tqdm: a progress bar on stderr.
         on_error: "raise" checks every prompt before any is sent, and raises a later error once the others are
             done; "return" returns for an invalid prompt an output with `error` set, in its place.
@@ -169,6 +170,8 @@ class LLM(RpcCaller, MemoryMethods):
         prepare: Prepare,
         on_error: OnError,
     ) -> list[PreparedRequest | RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         return prepare_all(items, sampling_params, prepare, self._tokenizer_pool.submit, on_error)
 
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
@@ -253,6 +256,11 @@ class LLM(RpcCaller, MemoryMethods):
 
     def get_tokenizer(self) -> Tokenizer:
         return self._front_end.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a call that gives none: of the model's generation_config.json, by the option `generation_config`.
+        `dataclasses.replace` changes some of them."""
+        return SamplingParams(**self.config.model.sampling_defaults)
 
     def call_workers(self, call: WorkerCall) -> Any:
         return self._client.call_workers(call)

@@ -38,7 +38,7 @@ class _Submitted(NamedTuple):
 
 def prepare_all(
     items: list[Any],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
     prepare: Prepare,
     submit: Submit,
     on_error: OnError,
@@ -114,10 +114,8 @@ def with_index(error: RingcoreError, index: int) -> RingcoreError:
 
 
 def _params_of_each(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     if not isinstance(sampling_params, list | tuple):
         return [sampling_params] * num_prompts  # type: ignore[list-item]  # `prepare` rejects a wrong type
     if len(sampling_params) != num_prompts:

@@ -105,10 +105,11 @@ class ServingEngine(EngineCalls):
         Leaving the loop, `aclose()` and the end of the reading task abort the request. Raises `SleepingError`,
         `WorkerError` and `EngineDeadError` when they occur.
         """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
 
         def prepare() -> Preparation:
-            return self._inputs.prepare(prompt, _params(sampling_params), **options)
+            return self._inputs.prepare(prompt, params, **options)
 
         return OutputStream(partial(self._begin, prepare))
 
@@ -135,12 +136,13 @@ class ServingEngine(EngineCalls):
         final message; needs `add_generation_prompt=False`. chat_template: the text of a jinja template, instead of the
         model's own. add_special_tokens: besides those that the template writes.
         """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
 
         def prepare() -> Preparation:
             return self._inputs.prepare_chat(
                 messages,
-                _params(sampling_params),
+                params,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
@@ -152,6 +154,10 @@ class ServingEngine(EngineCalls):
             )
 
         return OutputStream(partial(self._begin, prepare))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a call that gives none: of the model's generation_config.json, by the option `generation_config`."""
+        return SamplingParams(**self.config.model.sampling_defaults)
 
     @abstractmethod
     async def _begin(self, prepare: Callable[[], Preparation]) -> BegunStream:
@@ -217,7 +223,3 @@ class ServingEngine(EngineCalls):
     @abstractmethod
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
         """`LLM.metrics`. A scrape may take seconds while an engine does not answer: not in the event loop's thread."""
-
-
-def _params(sampling_params: SamplingParams | None) -> SamplingParams:
-    return SamplingParams() if sampling_params is None else sampling_params

@@ -67,10 +67,12 @@ class Chat:
             skip_special_tokens=body.skip_special_tokens is not False,
         )
         self._num_top = body.top_logprobs or 0
-        # If neither is given, the answer is limited by max_model_len only.
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        # If neither is given, nor by the model, the answer is limited by max_model_len only.
+        defaults: dict[str, Any] = {"max_tokens": None} | model.sampling_defaults
+        bound = {} if body.max_completion_tokens is None else {"max_tokens": body.max_completion_tokens}
         self._params = body.sampling_params(
-            max_tokens=max_tokens,
+            defaults,
+            **bound,
             logprobs=self._num_top if body.logprobs else None,
             output_kind="delta" if body.stream else "final",
             skip_special_tokens=self._parsing.skip_special_tokens,

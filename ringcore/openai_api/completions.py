@@ -46,6 +46,7 @@ class Completions:
         self._prompts = body.prompts()
         self._form = body.text_form()
         self._params = body.sampling_params(
+            model.sampling_defaults,
             structured_outputs=None if self._form is None else self._form.params,
             logprobs=body.num_logprobs,
             output_kind="delta" if body.stream else "final",

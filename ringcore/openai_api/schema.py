@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -36,7 +37,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """The common fields of completions and chat. None means not given: `SamplingParams`'s default applies.
+    """The common fields of completions and chat. None means not given: the model's default applies.
 
     Other fields are in `model_extra`, for `ServedModel.check_fields`.
     """
@@ -93,8 +94,9 @@ class SamplingRequest(BaseModel):
     guided_choice: Choices | None = None
     guided_grammar: StrictStr | None = None
 
-    def sampling_params(self, **others: Any) -> SamplingParams:
-        """Raises `InvalidRequestError`; `others` override fields of the same name."""
+    def sampling_params(self, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
+        """Raises `InvalidRequestError`. defaults: of fields that are not given; `others` override fields of the same
+        name."""
         self._check_stream()
         names = _SAMPLING_PARAMS & type(self).model_fields.keys()
         given = self.model_dump(include={*names, "vllm_xargs"}, exclude_none=True)
@@ -102,7 +104,7 @@ class SamplingRequest(BaseModel):
         for name in ("logit_bias", "bad_words", "extra_args"):
             if not given.get(name):  # empty means not given
                 given.pop(name, None)
-        return SamplingParams(**{**given, "n": self.num_completions, **others})
+        return SamplingParams(**{**defaults, **given, "n": self.num_completions, **others})
 
     def text_form(self) -> TextForm | None:
         """The structured output that constrains the answer's text, if any."""

@@ -50,6 +50,7 @@ class ServedModel:
         observe: Observe | None = None,
     ) -> None:
         self.engine, self.names = engine, names
+        self.sampling_defaults = engine.config.model.sampling_defaults
         self.max_model_len = engine.ready.max_model_len
         chat_template = engine.get_tokenizer().chat_template
         self.chat_format = choose_format(chat_template, tool_call_parser, reasoning_parser)

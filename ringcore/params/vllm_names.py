@@ -124,9 +124,8 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
     **_all("profiler_config", "'ringcore trace' records engine, workers and GPU kernels here"),
     **_all("log_level log_config_file logging_config", "set up Python's logging module, where ringcore logs"),
     **_all(
-        "generation_config override_generation_config",
-        "sampling parameters are those of the request here; give them in SamplingParams",
-        "vllm",
+        "override_generation_config",
+        "generation_config='ringcore' leaves the model's defaults out, and SamplingParams gives others",
     ),
     **_all(
         "hf_overrides hf_config_path config_format", "the model is what its config.json says; edit a copy of it", "auto"

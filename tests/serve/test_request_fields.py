@@ -15,8 +15,10 @@ from running_service import http, served, text_of
 from ringcore.errors import InvalidRequestError, UnknownOptionError
 from ringcore.openai_api.request_fields import REQUEST_FIELDS, ExtraFields
 from ringcore.openai_api.schema import ChatCompletionRequest, CompletionRequest
+from ringcore.params.sampling_params import SamplingParams
 
 NAMES = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())
+GENERATION = {"temperature": 0.5, "top_k": 20, "max_new_tokens": 7}
 PROMPT = {"prompt": "abcdef", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 CONTINUED = [*CHAT["messages"], {"role": "assistant", "content": "so far "}]
@@ -26,7 +28,9 @@ TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    with served(make_model_folder(tmp_path_factory.mktemp("model")), trust_request_chat_template=True) as running:
+    folder = make_model_folder(tmp_path_factory.mktemp("model"))
+    (Path(folder) / "generation_config.json").write_text(json.dumps(GENERATION))
+    with served(folder, trust_request_chat_template=True) as running:
         yield running
 
 
@@ -138,6 +142,17 @@ def test_a_prompt_cut_to_what_fits(service):
     long = {"messages": [{"role": "user", "content": "x" * 500}], "truncate_prompt_tokens": 5}
     assert len(prompt_of(service, "chat/completions", long)) == 5
     assert "max_model_len" in refused(service, "completions", {"prompt": "x" * 500})["message"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_the_models_defaults(service, path):
+    prompt = {"prompt": "ab"} if path == "completions" else {"messages": CHAT["messages"]}
+    with seen_requests(service) as seen:
+        post(service, path, prompt | {"top_p": None, "temperature": None})
+        post(service, path, prompt | {"temperature": 0, "top_k": 0, "max_tokens": 2})
+    got = [(one.temperature, one.top_k, one.max_tokens) for one in (request.sampling_params for request in seen)]
+    assert got == [(0.5, 20, 7), (0, 0, 2)]
+    assert service.engine.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=20, max_tokens=7)
 
 
 def test_a_request_id(service):
