@@ -18,13 +18,20 @@ from ringcore.chat.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ringcore.chat.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat, choose_format
+from ringcore.chat.formats import (
+    FORCED_CALLS_OF_ANY_MODEL,
+    REASONING_FORMATS,
+    TOOL_CALL_FORMATS,
+    ChatFormat,
+    choose_format,
+)
 from ringcore.chat.grammars import answer_grammar
 from ringcore.chat.messages import to_template_messages
 from ringcore.chat.parser import ChatParser, parse_message, random_call_id
 from ringcore.chat.special_tokens import SpecialTokenFilter
 
 __all__ = [
+    "FORCED_CALLS_OF_ANY_MODEL",
     "REASONING_FORMATS",
     "TOOL_CALL_FORMATS",
     "ChatEvent",

@@ -15,7 +15,7 @@ from ringcore.chat.tool_parser import CallSyntax
 from ringcore.chat.xml_call import FUNCTION, XmlCall
 from ringcore.errors import ConfigError
 
-__all__ = ["REASONING_FORMATS", "TOOL_CALL_FORMATS", "ChatFormat", "choose_format"]
+__all__ = ["FORCED_CALLS_OF_ANY_MODEL", "REASONING_FORMATS", "TOOL_CALL_FORMATS", "ChatFormat", "choose_format"]
 
 _TAGGED_CALLS: dict[str, CallSyntax] = {
     # Qwen2.5, Qwen3, Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
@@ -38,6 +38,9 @@ _TAGGED_REASONING: dict[str, ReasoningSyntax] = {
 
 # gpt-oss: a format of whole messages, which tells calls and reasoning together
 _HARMONY = "harmony"
+
+# Calls as JSON alone: a grammar can hold any model to it, whatever it was trained for.
+FORCED_CALLS_OF_ANY_MODEL = "llama3_json"
 
 TOOL_CALL_FORMATS = (*_TAGGED_CALLS, _HARMONY)
 REASONING_FORMATS = (*_TAGGED_REASONING, _HARMONY)

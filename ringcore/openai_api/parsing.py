@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ringcore.chat import (
+    FORCED_CALLS_OF_ANY_MODEL,
     ChatEvent,
     ChatFormat,
     ChatParser,
@@ -34,7 +35,8 @@ class RequestParsing:
     If a marker of the format is a special token of the model, the text must be detokenized with special tokens
     (`skip_special_tokens` is false); this module then removes the others, unless the client wants them.
 
-    Raises `InvalidRequestError` for tools if the service has no tool call format.
+    Without a tool call format calls can only be forced. Raises `InvalidRequestError` for tools that may be called, but
+    need not.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class RequestParsing:
         is_parallel: bool,
         skip_special_tokens: bool,
     ) -> None:
+        if tools.must_call and chat_format.tool_calls is None:
+            chat_format = replace(chat_format, tool_calls=FORCED_CALLS_OF_ANY_MODEL)
         if tools.shown and chat_format.tool_calls is None:
             raise InvalidRequestError(
-                "tools: not served with this model: its tool call format is unknown; leave them out, or start the "
-                "service with a tool_call_parser",
+                "tools: the tool call format of this model is unknown; force a call by tool_choice ('required' or a "
+                "function), leave them out, or start the service with a tool_call_parser",
                 field="tools",
             )
         self._tokenizer = tokenizer

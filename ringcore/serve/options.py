@@ -37,7 +37,7 @@ class ServiceOptions:
         in addition to the service's own. Requests with another Origin are answered 403.
     tool_call_parser, reasoning_parser: the format of the model's tool calls, and of its reasoning: one of
         `ringcore.chat.TOOL_CALL_FORMATS` and of `REASONING_FORMATS`, "harmony" for both. "auto" detects it from the
-        chat template; with None nothing is parsed, and requests with tools are refused.
+        chat template; with None nothing is parsed, and tools are refused unless a call is forced.
     """
 
     served_model_names: tuple[str, ...] = ()

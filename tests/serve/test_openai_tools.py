@@ -8,6 +8,7 @@ import openai
 import pytest
 from chat_answers import ARGUMENTS, CALL, LLAMA_CALL, TIME, TIME_CALL, WEATHER, ask, ask_all, client_of, streaming
 from echo_model import HERMES_MARKS, LLAMA_MARKS, serve_echo
+from engine_spy import seen_requests
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +193,10 @@ def test_parsers_that_are_switched_off(tmp_path):
         assert (got.content, got.reasoning) == ("<think>a</think>b", "")
         with pytest.raises(openai.BadRequestError, match="tool_call_parser"):
             ask(service, CALL, tools=[WEATHER])
+        # A forced call needs no format of the model's: it is JSON alone, which the grammar demands.
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            with seen_requests(service) as seen:
+                got = ask(service, LLAMA_CALL, tools=[WEATHER, TIME], tool_choice=choice)
+            assert (got.read_calls, got.content) == ([("get_weather", ARGUMENTS)], None)
+            grammar = seen[0].sampling_params.structured_outputs.grammar
+            assert ("get_time" in grammar) == (choice == "required")
