@@ -14,14 +14,18 @@ from ringcore.version import __version__
 if TYPE_CHECKING:
     from ringcore import errors
     from ringcore.config import EngineConfig
+    from ringcore.config.engine_args import AsyncEngineArgs, EngineArgs
     from ringcore.engine_core.core import EngineCore
     from ringcore.front_end.admin_client import AdminClient
     from ringcore.front_end.async_engine import AsyncEngine
+    from ringcore.front_end.async_engine import AsyncEngine as AsyncLLM
+    from ringcore.front_end.async_engine import AsyncEngine as AsyncLLMEngine
     from ringcore.front_end.llm import LLM
     from ringcore.front_end.local_engines import local_engines
     from ringcore.params.logits_processor import LogitsProcessor, LogitsProcessorContext
     from ringcore.params.outputs import CompletionOutput, RequestOutput
-    from ringcore.params.sampling_params import SamplingParams
+    from ringcore.params.prompts import TextPrompt, TokensPrompt
+    from ringcore.params.sampling_params import RequestOutputKind, SamplingParams
     from ringcore.params.structured_outputs import StructuredOutputsParams
     from ringcore.protocol.host_tensor import HostTensor
 
@@ -29,15 +33,22 @@ __all__ = [
     "LLM",
     "AdminClient",
     "AsyncEngine",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "EngineCore",
     "HostTensor",
     "LogitsProcessor",
     "LogitsProcessorContext",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
     "errors",
     "local_engines",
@@ -49,22 +60,35 @@ _HOME = {
     "LLM": "ringcore.front_end.llm",
     "AdminClient": "ringcore.front_end.admin_client",
     "AsyncEngine": "ringcore.front_end.async_engine",
+    "AsyncEngineArgs": "ringcore.config.engine_args",
     "CompletionOutput": "ringcore.params.outputs",
+    "EngineArgs": "ringcore.config.engine_args",
     "EngineConfig": "ringcore.config",
     "EngineCore": "ringcore.engine_core.core",
     "HostTensor": "ringcore.protocol.host_tensor",
     "LogitsProcessor": "ringcore.params.logits_processor",
     "LogitsProcessorContext": "ringcore.params.logits_processor",
     "RequestOutput": "ringcore.params.outputs",
+    "RequestOutputKind": "ringcore.params.sampling_params",
     "SamplingParams": "ringcore.params.sampling_params",
     "StructuredOutputsParams": "ringcore.params.structured_outputs",
+    "TextPrompt": "ringcore.params.prompts",
+    "TokensPrompt": "ringcore.params.prompts",
     "local_engines": "ringcore.front_end.local_engines",
 }
+
+_ALIASES = {"AsyncLLM": "AsyncEngine", "AsyncLLMEngine": "AsyncEngine"}  # vLLM's names
 
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return import_module("ringcore.errors")
+    name = _ALIASES.get(name, name)
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name[0] != "_":
+        from ringcore.params.vllm_names import IMPORTS
+
+        if name in IMPORTS:  # no AttributeError, whose text an import statement does not show
+            raise ImportError(f"cannot import {name!r}, which is vLLM's, from ringcore: {IMPORTS[name]}", name=name)
     raise AttributeError(f"module 'ringcore' has no attribute {name!r}")

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ringcore.checkpoint.tokenizer import Tokenizer
 from ringcore.config import EngineConfig
@@ -87,6 +87,11 @@ class AsyncEngine(ServingEngine):
         self._metrics = EngineMetrics.of_generations(self._generations)
         self._calls = DaemonThreads("ringcore-call")
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, **options: Any) -> Self:
+        """An engine of these `EngineArgs`. options: of the constructor, besides the engine options."""
+        return cls(**vars(engine_args), **options)
+
     async def start(self) -> EngineReady:
         return (await self._generations.opened()).client.ready
 
@@ -162,6 +167,11 @@ class AsyncEngine(ServingEngine):
         check_timeout("timeout", timeout)
         if self._generations.owner.is_here:
             await self._call(self._generations.close, timeout)
+
+    def shutdown(self, timeout: float | None = 0.0) -> None:
+        """`close` for code outside an event loop, or at its end: it blocks."""
+        check_timeout("timeout", timeout)
+        self._generations.close(timeout)
 
 
 def _closing(pool: TokenizerPool) -> Callable[[RingcoreError | None, RingcoreError], None]:

@@ -88,8 +88,8 @@ class ServingEngine(EngineCalls):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> OutputStream:

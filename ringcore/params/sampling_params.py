@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from functools import wraps
 from typing import Any, Literal, get_args
 
@@ -18,9 +19,18 @@ from ringcore.params.field_checks import (
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.params.vllm_names import SAMPLING_PARAMETERS, known_options
 
-__all__ = ["OutputKind", "SamplingParams"]
+__all__ = ["OutputKind", "RequestOutputKind", "SamplingParams"]
 
 OutputKind = Literal["cumulative", "delta", "final"]
+
+
+class RequestOutputKind(StrEnum):
+    """The kinds under vLLM's names; `output_kind` takes them or the strings."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final"
+
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -197,6 +207,7 @@ class SamplingParams:
         kinds = get_args(OutputKind)
         if not isinstance(self.output_kind, str) or self.output_kind not in kinds:
             raise bad_field("output_kind", self.output_kind, f"give one of {', '.join(kinds)}")
+        object.__setattr__(self, "output_kind", str(self.output_kind))  # of a RequestOutputKind
         if self.structured_outputs is not None:
             self._check_structured_outputs()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ringcore.errors import UnknownOptionError, unknown_option
 
-__all__ = ["ENGINE_OPTIONS", "SAMPLING_PARAMETERS", "VllmName", "known_options"]
+__all__ = ["ENGINE_OPTIONS", "IMPORTS", "SAMPLING_PARAMETERS", "VllmName", "known_options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +249,16 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
         "",
     ),
     **_all("language_model_only", "checkpoints that see images are served as text here; leave it out", True, False),
+}
+
+# What is imported from vllm by name.
+IMPORTS: Mapping[str, str] = {
+    "LLMEngine": "LLM.stream yields outputs as they come, and EngineCore is stepped by its caller",
+    "GuidedDecodingParams": "it is StructuredOutputsParams here",
+    "BeamSearchParams": "beam search is not served",
+    "LoRARequest": "adapters are not served; merge the adapter into the weights",
+    "PromptType": "it is a str, a list of token ids, a TextPrompt or a TokensPrompt here",
+    "ModelRegistry": "models are those of transformers and ringcore's own; model_impl chooses",
 }
 
 SAMPLING_PARAMETERS: Mapping[str, VllmName] = {

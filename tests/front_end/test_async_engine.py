@@ -9,9 +9,10 @@ import time
 import pytest
 from fake_engine import ROW_FAILS, SLOW, FakeMultiproc, expected, make_model_folder
 
-from ringcore import LLM, AsyncEngine, SamplingParams
+from ringcore import LLM, AsyncEngine, AsyncEngineArgs, AsyncLLM, SamplingParams, TokensPrompt
 from ringcore.errors import (
     ConfigError,
+    EngineDeadError,
     InvalidRequestError,
     ModelLoadError,
     RingcoreError,
@@ -289,7 +290,8 @@ def test_sleep_and_new_weights(engine, tmp_path):
 
 
 def test_before_it_is_ready(folder):
-    engine = AsyncEngine(folder, **OPTIONS)  # no loop is running
+    """As vLLM's users make and end one."""
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(folder, **OPTIONS))  # no loop is running
     with pytest.raises(RingcoreError, match=r"await start\(\) first"):
         _ = engine.ready
 
@@ -298,9 +300,13 @@ def test_before_it_is_ready(folder):
         ready = await asyncio.gather(engine.start(), engine.start())
         assert ready[0].max_model_len == engine.ready.max_model_len == engine.config.model.context_len == 128
         assert engine.get_tokenizer().decode([104, 105]) == "hi"
-        await engine.close()
+        prompt = TokensPrompt(prompt_token_ids=[97, 98])
+        assert (await last_of(engine.generate(prompt, SamplingParams(max_tokens=1), "mine"))).request_id == "mine"
 
     run(scenario())
+    engine.shutdown()
+    with pytest.raises(EngineDeadError, match="was closed"):
+        run(last_of(engine.generate([97])))
 
 
 def test_wrong_options(folder):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 
 import pytest
+from fake_engine import make_model_folder
 
-from ringcore import EngineConfig, SamplingParams
+import ringcore
+from ringcore import AsyncEngineArgs, EngineArgs, EngineConfig, SamplingParams
 from ringcore.errors import UnknownOptionError
-from ringcore.params.vllm_names import ENGINE_OPTIONS, SAMPLING_PARAMETERS, known_options
+from ringcore.params.vllm_names import ENGINE_OPTIONS, IMPORTS, SAMPLING_PARAMETERS, known_options
 
 NAMES = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())
 ENGINE = set(EngineConfig.options())
@@ -63,6 +65,30 @@ def test_neutral_values_are_accepted_and_others_explained():
     ):
         SamplingParams(guided_decoding={"json": {}})
     assert SamplingParams(use_beam_search=False, spaces_between_special_tokens=True) == SamplingParams()
+
+
+def test_a_name_to_import_is_ours_or_explained():
+    with pytest.raises(ImportError, match=r"cannot import 'GuidedDecodingParams'.*it is StructuredOutputsParams here"):
+        from ringcore import GuidedDecodingParams  # noqa: F401
+    assert not set(IMPORTS) & set(ringcore.__all__)
+    assert ringcore.AsyncLLM is ringcore.AsyncLLMEngine is ringcore.AsyncEngine
+    assert SamplingParams(output_kind=ringcore.RequestOutputKind.FINAL_ONLY) == SamplingParams(output_kind="final")
+    assert type(SamplingParams(output_kind=ringcore.RequestOutputKind.DELTA).output_kind) is str
+
+
+def test_engine_args():
+    args = EngineArgs("m", max_model_len=64, trust_remote_code=False)
+    assert {option.name for option in fields(args)} == ENGINE
+    assert asdict(args) == asdict(EngineArgs(model="m")) | {"max_model_len": 64}
+    assert args == AsyncEngineArgs(model="m", max_model_len=64)
+    with pytest.raises(UnknownOptionError, match="'enable_lora', which is vLLM's"):
+        EngineArgs("m", enable_lora=True)
+
+
+def test_engine_args_make_a_config(tmp_path):
+    args = EngineArgs(make_model_folder(tmp_path), load_format="dummy", max_model_len=64)
+    assert args.create_engine_config() == EngineConfig.from_options(**asdict(args))
+    assert args.create_engine_config().model.max_model_len == 64
 
 
 def test_one_is_not_true():
