@@ -6,10 +6,17 @@ Importing this package imports nothing heavy; each public name is loaded when it
 from __future__ import annotations
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringcore.version import __version__
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"ringcore runs on Linux alone, and this is {sys.platform}: it needs memfd, pidfd, epoll and inherited "
+        "descriptors; run it in a Linux container or virtual machine"
+    )
 
 if TYPE_CHECKING:
     from ringcore import errors

@@ -1,4 +1,4 @@
-"""The commands that the documents show, for tests that run them as typed."""
+"""The commands and programs that the documents show, for tests that run them as typed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+def python_blocks(page: str) -> list[str]:
+    """The Python programs of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
 
 
 def commands(names: str, *pages: str, texts: tuple[str | None, ...] = ()) -> list[str]:

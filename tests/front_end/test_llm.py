@@ -9,13 +9,16 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from documented import python_blocks
 from fake_engine import KILLS_ONCE, ROW_FAILS, SLOW, FakeMultiproc, expected, make_model_folder
 from process_stat import children, is_alive
 
-from ringcore import LLM, RequestOutput, SamplingParams
+import ringcore
+from ringcore import LLM, EngineArgs, RequestOutput, SamplingParams
 from ringcore.errors import (
     CapacityError,
     ConfigError,
@@ -64,6 +67,20 @@ def test_every_form_of_a_prompt(llm, prompt):
     (also,) = generate(llm, [prompt])
     assert one.prompt_token_ids == also.prompt_token_ids == [97, 98]
     assert one.outputs[0].text == also.outputs[0].text == text_of("ab", 16)  # SamplingParams() has max_tokens=16
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/from_vllm.md"])
+def test_the_programs_of_the_pages(llm, page, monkeypatch, capsys):
+    """As they are, but for the model; their engine options are checked."""
+
+    def made(model: str, **options):
+        EngineArgs(model, **options)
+        return nullcontext(llm)
+
+    monkeypatch.setattr(ringcore, "LLM", made)
+    (program,) = python_blocks(page)
+    exec(program, {})  # noqa: S102
+    assert text_of("The capital of France is", 16) in capsys.readouterr().out
 
 
 def test_no_prompts_no_outputs(llm):
