@@ -7,6 +7,8 @@ import sys
 
 __all__ = ["main"]
 
+_LOG_OPTIONS = ("--log-level", "--log-format")
+
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line. Exit code 2 for an error in the command's arguments, 1 for every other failure."""
@@ -15,11 +17,23 @@ def main(args: list[str] | None = None) -> None:
 
     _escape_unencodable()
     try:
-        make_app()(args)
+        make_app()(_log_options_first(sys.argv[1:] if args is None else args))
     except (ConfigError, InvalidRequestError, UnknownOptionError) as error:
         sys.exit(_report(error, 2))
     except RingcoreError as error:
         sys.exit(_report(error, 1))
+
+
+def _log_options_first(args: list[str]) -> list[str]:
+    """They are options of the whole command, and are found after its name too, up to a "--"."""
+    end = args.index("--") if "--" in args else len(args)
+    first, others, rest = list[str](), list[str](), iter(args[:end])
+    for arg in rest:
+        if arg in _LOG_OPTIONS:
+            first += [arg, *([value] if (value := next(rest, None)) is not None else [])]
+        else:
+            (first if arg.partition("=")[0] in _LOG_OPTIONS else others).append(arg)
+    return first + others + args[end:]
 
 
 def _escape_unencodable() -> None:

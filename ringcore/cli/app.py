@@ -17,6 +17,7 @@ def make_app() -> typer.Typer:
         help="Runs large language models on this machine.",
         no_args_is_help=True,
         add_completion=True,
+        context_settings={"help_option_names": ["-h", "--help"]},  # of every command
         pretty_exceptions_enable=False,  # `main` reports our errors; a bug gets Python's own traceback
         rich_markup_mode=None,
     )
@@ -70,8 +71,12 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version, and exit")
     ] = False,
-    log_level: Annotated[LogLevel, typer.Option(help="of all processes; they are logged to stderr")] = LogLevel.warning,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="of all processes, which log to stderr; default: info of 'serve', warning of the others"),
+    ] = None,
     log_format: Annotated[LogFormat, typer.Option(help="json: one object a line")] = LogFormat.text,
 ) -> None:
-    """Runs large language models on this machine."""
-    context.call_on_close(log_to_stderr(log_level, log_format))
+    """Runs large language models on this machine. The options of logs may follow the command too."""
+    default = LogLevel.info if context.invoked_subcommand == "serve" else LogLevel.warning
+    context.call_on_close(log_to_stderr(log_level or default, log_format))

@@ -39,7 +39,9 @@ def batch(
     reasoning_parser: Annotated[str, typer.Option(help="as of 'ringcore serve'")] = "auto",
     status: Annotated[Path | None, typer.Option(help="a JSON file with the job's state, always whole")] = None,
     chart: Annotated[Path | None, typer.Option(help="a PNG of throughput and KV cache use, at the end")] = None,
-    progress: Annotated[bool, typer.Option(help="a progress bar on stderr")] = True,
+    progress: Annotated[
+        bool | None, typer.Option(help="a progress bar on stderr; default: where that is a terminal")
+    ] = None,
     **options: Any,
 ) -> None:
     """Answers every line of a file, and loses none whatever happens.
@@ -79,7 +81,7 @@ def batch(
             resume=resume,
             status=status,
             chart=chart,
-            shows_progress=progress,
+            shows_progress=sys.stderr.isatty() if progress is None else progress,
             signals=(signal.SIGINT, signal.SIGTERM),
             on_second_signal=os._exit,  # files are whole at any moment, and child processes end with this one
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +17,8 @@ from ringcore.params.outputs import RequestOutput
 
 __all__ = ["make_generate"]
 
+_INTERRUPTED = 128 + signal.SIGINT
+
 
 def make_generate() -> Callable[..., None]:
     """The command, with a flag for every engine option and sampling parameter."""
@@ -25,14 +29,18 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help="one prompt per line; or .jsonl with one prompt (a dict, a string, token ids) per line"),
+        typer.Option(help="a prompt a line, - for stdin; of a .jsonl each line is a dict, a string, or token ids"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user message to a chat model")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt on stdout")] = False,
-    progress: Annotated[bool, typer.Option(help="a progress bar on stderr")] = True,
+    progress: Annotated[
+        bool | None, typer.Option(help="a progress bar on stderr; default: where that is a terminal, and stdout none")
+    ] = None,
     **options: Any,
 ) -> None:
-    """Completes prompts.
+    """Completes prompts. Each result is printed as soon as it and those before it are there.
+
+    Ctrl-C prints what is finished by then, and exits with 130.
 
     Examples:
 
@@ -41,29 +49,82 @@ def generate(
       ringcore generate --model ./model --chat --prompt "Why is the sky blue?" --max-tokens 200
       ringcore generate --model ./model.gguf --prompts-file prompts.txt --json > answers.jsonl
       ringcore generate --model ./model --prompt "Once" --stop "." --stop "!" --tensor-parallel-size 2
+      head -5 prompts.txt | ringcore generate --model ./model --prompts-file - --kv-cache-bytes 2GiB
     """
     prompts: list[Any] = [*(prompt or []), *(_read_prompts(prompts_file) if prompts_file else [])]
     if not prompts:
         raise InvalidRequestError("no prompts; give --prompt or --prompts-file", field="prompts", value=0)
     from ringcore.front_end.llm import LLM
+    from ringcore.front_end.progress import progress_bar
     from ringcore.params.sampling_params import SamplingParams
 
     sampling = given(options, sampling_options())
     SamplingParams(**sampling)  # raises before a model is loaded
+    named = [_named(i, _conversation(i, p) if chat else p) for i, p in enumerate(prompts)]
+    printer = _Printer(named, _json_line if as_json else _text)
+    is_shown = sys.stderr.isatty() and not sys.stdout.isatty() if progress is None else progress
     with LLM(**given(options, engine_options())) as llm:
         params = SamplingParams(**llm.config.model.sampling_defaults | sampling)
-        if chat:
-            outputs = llm.chat([_conversation(i, p) for i, p in enumerate(prompts)], params, use_tqdm=progress)
-        else:
-            outputs = llm.generate(prompts, params, use_tqdm=progress)
-    for output in outputs:
-        print(_json_line(output) if as_json else _text(output), flush=True)
+        try:
+            with progress_bar(len(prompts), is_shown) as advance:
+                for output in llm.stream(named, params):
+                    printer.add(output)
+                    advance(1, sum(len(one.token_ids) for one in output.outputs))
+        except KeyboardInterrupt:
+            printer.print_rest()
+            print(f"ringcore: stopped; {printer.num_printed} of {len(prompts)} prompts are done", file=sys.stderr)
+            sys.exit(_INTERRUPTED)
+        finally:
+            printer.print_rest()
+
+
+class _Printer:
+    """Prints outputs in the order of the prompts."""
+
+    def __init__(self, prompts: list[Any], text_of: Callable[[RequestOutput], str]) -> None:
+        self._ids: list[str] = [prompt["request_id"] for prompt in prompts if isinstance(prompt, dict)]
+        self._text_of = text_of
+        self._waiting: dict[str, RequestOutput] = {}
+        self._next = self.num_printed = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self._waiting[output.request_id] = output
+        for request_id in self._ids[self._next :]:
+            if request_id not in self._waiting:
+                break
+            self._print(self._waiting.pop(request_id))
+            self._next += 1
+
+    def print_rest(self) -> None:
+        """Those that wait for one that does not come."""
+        for request_id in self._ids[self._next :]:
+            if request_id in self._waiting:
+                self._print(self._waiting.pop(request_id))
+
+    def _print(self, output: RequestOutput) -> None:
+        print(self._text_of(output), flush=True)
+        self.num_printed += 1
+
+
+def _named(index: int, prompt: Any) -> Any:
+    """The prompt as a dict with a request id; what is no prompt stays, and is refused with the others."""
+    match prompt:
+        case str():
+            prompt = {"prompt": prompt}
+        case list():
+            prompt = {"prompt_token_ids": prompt}
+        case dict():
+            pass
+        case _:
+            return prompt
+    return {"request_id": f"request-{index}"} | prompt
 
 
 def _read_prompts(file: Path) -> Iterator[Any]:
-    """The prompts of a file, without blank lines."""
+    """The prompts of a file, or of stdin, without blank lines."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # a prompt may hold other line separators
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        lines = text.split("\n")  # a prompt may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(
             f"prompts_file={str(file)!r}: cannot be read: {error}", field="prompts_file", value=str(file)
@@ -82,11 +143,13 @@ def _read_prompts(file: Path) -> Iterator[Any]:
             ) from error
 
 
-def _conversation(index: int, prompt: Any) -> list[dict[str, str]]:
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+def _conversation(index: int, prompt: Any) -> dict[str, Any]:
+    fields = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+    text = fields.get("prompt")
     if not isinstance(text, str):
         raise InvalidRequestError(f"prompt {index}: --chat takes prompts of text", field="prompt", index=index)
-    return [{"role": "user", "content": text}]
+    others = {name: value for name, value in fields.items() if name != "prompt"}
+    return {"messages": [{"role": "user", "content": text}]} | others
 
 
 def _text(output: RequestOutput) -> str:

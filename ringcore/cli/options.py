@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ringcore.batch.options import BatchOptions
+from ringcore.cli.sizes import SIZE, size_in_bytes
 from ringcore.config import EngineConfig
 from ringcore.errors import unknown_option
 from ringcore.params.sampling_params import SamplingParams
@@ -110,7 +111,7 @@ def _parameter(name: str, kind: Any, option: Field[Any], doc: str, *, required: 
         doc = f"{doc} (default: {default})"
     flag = f"--{name.replace('_', '-')}"
     flags = f"{flag}/--no-{flag[2:]}" if plain is bool else flag
-    flag_option = typer.Option(flags, help=doc, show_default=False, **_reading(kind))
+    flag_option = typer.Option(flags, help=doc, show_default=False, **_reading(name, kind))
     annotation = Annotated[plain if required else plain | None, flag_option]  # type: ignore[valid-type]
     return inspect.Parameter(
         name,
@@ -128,10 +129,12 @@ def _plain_type(kind: Any) -> Any:
     return kind
 
 
-def _reading(kind: Any) -> dict[str, Any]:
-    """The parser of a flag that takes a JSON object, or a number or one of a few words, such as
+def _reading(name: str, kind: Any) -> dict[str, Any]:
+    """The parser of a flag that takes a size, a JSON object, or a number or one of a few words, such as
     `int | Literal["auto"]`."""
     plain = _plain_type(kind)
+    if name.endswith("_bytes") and plain is int:
+        return {"parser": size_in_bytes, "metavar": SIZE}
     if plain is StructuredOutputsParams:
         return {"parser": _structured_outputs, "metavar": "<json>"}
     if typing.get_origin(plain) is dict:

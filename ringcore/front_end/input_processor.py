@@ -34,8 +34,9 @@ __all__ = ["InputProcessor", "Preparation", "PreparedRequest", "Prompt"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-_TEXT_KEYS = ("add_special_tokens", "truncate_prompt_tokens")
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "request_id", "cache_salt", "priority", *_TEXT_KEYS)
+_CONTENTS = ("prompt", "prompt_token_ids", "messages")
+_OF_TEXT = ("add_special_tokens", "truncate_prompt_tokens")
+_PROMPT_KEYS = (*_CONTENTS, "request_id", "cache_salt", "priority", *_OF_TEXT)
 
 
 class _RequestHeader(NamedTuple):
@@ -94,26 +95,28 @@ class InputProcessor:
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> Preparation:
-        """A request of one prompt: a str, token ids, or a dict with "prompt" or "prompt_token_ids". Arguments take
-        precedence over the dict's keys. Of a dict also "add_special_tokens", by default true, and
-        "truncate_prompt_tokens": how many tokens are kept, the last ones; -1: as many as leave room for max_tokens.
+        """A request of one prompt: a str, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (a
+        conversation). Arguments take precedence over the dict's keys. Of a dict also "add_special_tokens", by default
+        true for a text alone, and "truncate_prompt_tokens": how many tokens are kept, the last ones; -1: as many as
+        leave room for max_tokens.
         """
         fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else _fields_of(prompt)
         _check_keys(fields)
-        head = self._head(
-            params,
-            _first(request_id, fields.get("request_id")),
-            _first(priority, fields.get("priority")),
-            _first(cache_salt, fields.get("cache_salt")),
-            fields.get("truncate_prompt_tokens"),
-        )
-        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        if (text is None) == (token_ids is None):
-            raise bad_field("prompt", repr(text)[:80], "give either prompt or prompt_token_ids, and not both")
+        request_id = _first(request_id, fields.get("request_id"))
+        priority, cache_salt = _first(priority, fields.get("priority")), _first(cache_salt, fields.get("cache_salt"))
+        kept = fields.get("truncate_prompt_tokens")
+        text, token_ids, messages = (fields.get(name) for name in _CONTENTS)
+        if [text, token_ids, messages].count(None) != 2:
+            raise bad_field("prompt", repr(text)[:80], f"give one of {', '.join(_CONTENTS)}, and no other")
+        with_special = checked_bool("add_special_tokens", fields.get("add_special_tokens"), messages is None)
+        if messages is not None:
+            of_text: dict[str, Any] = {"add_special_tokens": with_special, "truncate_prompt_tokens": kept}
+            options: dict[str, Any] = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
+            return self.prepare_chat(messages, params, **of_text, **options)
+        head = self._head(params, request_id, priority, cache_salt, kept)
         if text == "":
             raise bad_field("prompt", "", "the prompt is empty; give at least one character")
         if text is not None:
-            with_special = checked_bool("add_special_tokens", fields.get("add_special_tokens"), True)
             is_cut = head.max_prompt_tokens is not None
             job = self.encode_job(text, with_special, params.bad_words or (), is_cut=is_cut)
             return Preparation(job, partial(self._finish, head, text, None))

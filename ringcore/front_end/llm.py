@@ -95,10 +95,10 @@ class LLM(RpcCaller, MemoryMethods):
     ) -> list[RequestOutput]:
         """Completes prompts; one output per prompt, in their order.
 
-        prompts: a str, a list of token ids (a list of ints is one prompt), a dict with "prompt" or
-            "prompt_token_ids" and optionally "request_id", "cache_salt", "priority", "truncate_prompt_tokens" (how many
-            tokens are kept, the last ones; -1: as many as leave room for max_tokens) and "add_special_tokens" (False:
-            none), or a list of these.
+        prompts: a str, a list of token ids (a list of ints is one prompt), a dict with "prompt", "prompt_token_ids" or
+            "messages" (a conversation) and optionally "request_id", "cache_salt", "priority", "truncate_prompt_tokens"
+            (how many tokens are kept, the last ones; -1: as many as leave room for max_tokens) and
+            "add_special_tokens" (False: none), or a list of these.
         sampling_params: one for all, or a list with one for each; None means
             `get_default_sampling_params()`.
         use_tqdm: a progress bar on stderr.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NotRequired, Required, TypedDict
+from typing import Any, NotRequired, Required, TypedDict
 
-__all__ = ["TextPrompt", "TokensPrompt"]
+__all__ = ["ChatPrompt", "TextPrompt", "TokensPrompt"]
 
 
 class _PromptOptions(TypedDict, total=False):
@@ -18,6 +18,13 @@ class TextPrompt(_PromptOptions):
     """A prompt of text. add_special_tokens: by default true."""
 
     prompt: Required[str]
+    add_special_tokens: NotRequired[bool]
+
+
+class ChatPrompt(_PromptOptions):
+    """A conversation, as a prompt. add_special_tokens: besides those of the chat template; by default false."""
+
+    messages: Required[list[dict[str, Any]]]
     add_special_tokens: NotRequired[bool]
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import subprocess
 import sys
 
 import pytest
+import typer
 from documented import commands
 from fake_engine import expected, make_model_folder
 
-from ringcore.cli import main
+from ringcore import RequestOutput
+from ringcore.cli import _log_options_first, main
+from ringcore.cli.generate import _Printer
 from ringcore.cli.options import engine_options, given, sampling_options
+from ringcore.cli.sizes import size_in_bytes
 from ringcore.config import EngineConfig
 
 FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeMultiproc", "--max-model-len", "64", "--no-progress"]
@@ -95,6 +100,75 @@ def test_what_is_wrong_with_json_flags(capsys, folder, flags, says):
     code, _, err = run(capsys, "generate", "--model", folder, *FAKE, "--prompt", "a", *flags)
     assert code == 2
     assert says in err
+
+
+def test_stdin_and_sizes(capsys, folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\nc\n"))
+    flags = ["--prompts-file", "-", "--max-tokens", "3", "--kv-cache-bytes", "1MiB"]
+    code, out, err = run(capsys, "generate", "--model", folder, *FAKE[:-1], *flags)  # no terminal, so no bar
+    assert (code, err) == (0, "")
+    assert out == f"--- ab\n{text_of('ab', 3)}\n--- c\n{text_of('c', 3)}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512", 512), ("2GiB", 2 << 30), ("1.5 kb", 1500), ("3MB", 3_000_000), ("-1", -1), ("9tib", 9 << 40)],
+)
+def test_sizes(text, size):
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2XB", "1e9", "2G iB", "nan"])
+def test_what_is_no_size(text):
+    with pytest.raises(typer.BadParameter, match="is no size; give bytes as 1048576, 512MiB"):
+        size_in_bytes(text)
+
+
+def _output(request_id: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, prompt=request_id, prompt_token_ids=[1])
+
+
+def test_results_come_in_order_and_none_is_lost(capsys):
+    printer = _Printer([{"request_id": one} for one in "abcd"], lambda output: output.request_id)
+    printer.add(_output("b"))
+    assert capsys.readouterr().out == ""
+    printer.add(_output("a"))
+    assert capsys.readouterr().out == "a\nb\n"
+    printer.add(_output("d"))
+    printer.print_rest()  # of c nothing came
+    assert (capsys.readouterr().out, printer.num_printed) == ("d\n", 3)
+
+
+class InterruptedLLM:
+    def __init__(self, **options) -> None:
+        self.config = EngineConfig.from_options(**options)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None: ...
+
+    def stream(self, prompts, params):
+        yield _output(prompts[1]["request_id"])
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_keeps_what_is_done(capsys, folder, monkeypatch):
+    monkeypatch.setattr("ringcore.front_end.llm.LLM", InterruptedLLM)
+    flags = ["--prompt", "ab", "--prompt", "c", "--json"]
+    code, out, err = run(capsys, "generate", "--model", folder, *FAKE, *flags)
+    assert code == 130
+    assert [json.loads(line)["request_id"] for line in out.splitlines()] == ["request-1"]
+    assert err == "ringcore: stopped; 1 of 2 prompts are done\n"
+
+
+def test_short_help_and_log_options_after_the_command(capsys):
+    code, out, _ = run(capsys, "generate", "-h")
+    assert (code, "--prompts-file" in out) == (0, True)
+    assert _log_options_first(["serve", "m", "--log-level", "debug", "--port", "1", "--log-format=json"]) == [
+        "--log-level", "debug", "--log-format=json", "serve", "m", "--port", "1",
+    ]  # fmt: skip
+    assert _log_options_first(["rpc", "x", "--", "--log-level", "y"]) == ["rpc", "x", "--", "--log-level", "y"]
 
 
 def test_chat(capsys, folder):
