@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringcore.batch.options import BatchOptions
-from ringcore.cli.options import batch_options, engine_options, given, none_or, sampling_options, with_options
+from ringcore.cli.options import Progress, batch_options, engine_options, given, none_or, sampling_options, with_options
 from ringcore.errors import RingcoreError
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ def batch(
     reasoning_parser: Annotated[str, typer.Option(help="as of 'ringcore serve'")] = "auto",
     status: Annotated[Path | None, typer.Option(help="a JSON file with the job's state, always whole")] = None,
     chart: Annotated[Path | None, typer.Option(help="a PNG of throughput and KV cache use, at the end")] = None,
-    progress: Annotated[
-        bool | None, typer.Option(help="a progress bar on stderr; default: where that is a terminal")
-    ] = None,
+    progress: Progress = None,
     **options: Any,
 ) -> None:
     """Answers every line of a file, and loses none whatever happens.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from ringcore.cli.options import engine_options, given, sampling_options, with_options
+from ringcore.cli.options import Progress, engine_options, given, sampling_options, with_options
 from ringcore.errors import InvalidRequestError, RingcoreError, error_to_wire
 from ringcore.params.outputs import RequestOutput
 
@@ -33,9 +33,7 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user message to a chat model")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt on stdout")] = False,
-    progress: Annotated[
-        bool | None, typer.Option(help="a progress bar on stderr; default: where that is a terminal, and stdout none")
-    ] = None,
+    progress: Progress = None,
     **options: Any,
 ) -> None:
     """Completes prompts. Each result is printed as soon as it and those before it are there.

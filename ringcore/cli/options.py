@@ -22,6 +22,7 @@ from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.serve.options import ServiceOptions
 
 __all__ = [
+    "Progress",
     "batch_options",
     "dataclass_options",
     "engine_options",
@@ -31,6 +32,8 @@ __all__ = [
     "service_options",
     "with_options",
 ]
+
+Progress = Annotated[bool | None, typer.Option(help="a progress bar on stderr; default: where that is a terminal")]
 
 # `--seed` is the engine's; a request's own seed is the only option with another flag name.
 _SAMPLING_NAMES = {"seed": "request_seed"}

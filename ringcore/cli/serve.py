@@ -151,6 +151,7 @@ async def _serve(
     from ringcore.serve import create_app
     from ringcore.serve.engine_server import EngineServer
     from ringcore.serve.server import http_config
+    from ringcore.serve.throughput_log import throughput_logged
 
     host, port = listening.getsockname()[:2]
 
@@ -163,7 +164,7 @@ async def _serve(
             shown = f"[{host}]" if ":" in host else host
             print(f"ringcore: {model} at http://{shown}:{port}/v1", flush=True)
 
-    async with ReplicaSet(model, **engine_options) as engine, restarts.restarting(engine):
+    async with ReplicaSet(model, **engine_options) as engine, restarts.restarting(engine), throughput_logged(engine):
         app = create_app(engine, options)
         if options.batch_dir is not None:
             app.state.batches.start()

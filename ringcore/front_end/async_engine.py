@@ -15,7 +15,7 @@ from ringcore.errors import RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.daemon_threads import DaemonThreads
 from ringcore.front_end.engine_generations import EngineGenerations, check_restarts
-from ringcore.front_end.engine_metrics import EngineMetrics, make_registry_of, serve_metrics
+from ringcore.front_end.engine_metrics import EngineMetrics, ServingTotals, make_registry_of, serve_metrics, totals_of
 from ringcore.front_end.front_end import FrontEnd
 from ringcore.front_end.input_processor import InputProcessor, Preparation
 from ringcore.front_end.observers import observers_of
@@ -155,6 +155,9 @@ class AsyncEngine(ServingEngine):
     @property
     def stats(self) -> EngineStats:
         return self._generations.stats
+
+    def totals(self) -> ServingTotals:
+        return totals_of([self._metrics])
 
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
         name = model_name or as_utf8(self.config.model.model)

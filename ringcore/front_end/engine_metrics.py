@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ringcore.front_end.tokenization.pool import TokenizerPool
     from ringcore.metrics.server import MetricsServer
 
-__all__ = ["EngineMetrics", "make_registry_of", "serve_metrics"]
+__all__ = ["EngineMetrics", "ServingTotals", "make_registry_of", "serve_metrics", "totals_of"]
 
 _STEPS_TIMEOUT_S = 1.0
 
@@ -86,6 +86,23 @@ class EngineMetrics:
             return msgspec.convert(client.call_engine("step_metrics", timeout=_STEPS_TIMEOUT_S), StepMetrics)
         except RingcoreError:  # dead, or silent: its other metrics are known without it
             return None
+
+
+class ServingTotals(NamedTuple):
+    """Tokens since the first call, and the blocks of all KV caches."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    num_blocks: int
+
+
+def totals_of(engines: Sequence[EngineMetrics]) -> ServingTotals:
+    counts = [engine.log().totals() for engine in engines]
+    return ServingTotals(
+        sum(one.prompt_tokens for one in counts),
+        sum(one.generation_tokens for one in counts),
+        sum(ready.num_blocks for engine in engines if (ready := engine.ready) is not None),
+    )
 
 
 def make_registry_of(

@@ -14,6 +14,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import RingcoreError
 from ringcore.front_end.engine_calls import EngineCalls
 from ringcore.front_end.engine_health import merged_health
+from ringcore.front_end.engine_metrics import ServingTotals
 from ringcore.front_end.input_processor import InputProcessor, Preparation, Prompt
 from ringcore.front_end.output_stream import BegunStream, OutputStream
 from ringcore.front_end.tokenization.pool import TokenizerPool
@@ -219,6 +220,10 @@ class ServingEngine(EngineCalls):
     def stats(self) -> EngineStats:
         """The state after the last step, as last reported. Counters continue over restarts; a dead engine has no
         running or waiting requests."""
+
+    @abstractmethod
+    def totals(self) -> ServingTotals:
+        """What all engines have computed since the first call, as far as their requests have sent it."""
 
     @abstractmethod
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:

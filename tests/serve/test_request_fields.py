@@ -155,6 +155,14 @@ def test_the_models_defaults(service, path):
     assert service.engine.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=20, max_tokens=7)
 
 
+def test_tokens_are_counted(service):
+    before = service.engine.totals()
+    post(service, "completions", PROMPT | {"n": 2})
+    after = service.engine.totals()
+    assert (after.prompt_tokens - before.prompt_tokens, after.generation_tokens - before.generation_tokens) == (6, 4)
+    assert after.num_blocks == service.engine.ready.num_blocks
+
+
 def test_a_request_id(service):
     assert post(service, "completions", PROMPT | {"request_id": "mine"})["id"] == "cmpl-mine"
     assert post(service, "chat/completions", CHAT | {"request_id": "mine"})["id"] == "chatcmpl-mine"

@@ -95,6 +95,7 @@ def test_it_serves_and_ends_at_ctrl_c(folder, tmp_path):
         code, out, err = command.ends()
     assert code == 0
     assert '"POST /v1/completions HTTP/1.1" 401' in out
+    assert "ready after" in err  # 'serve' logs from info
     assert "Traceback" not in err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import weakref
@@ -20,7 +21,7 @@ from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.daemon_threads import DaemonThreads
 from ringcore.front_end.engine_generations import EngineGenerations, check_restarts
 from ringcore.front_end.engine_health import merged_stats
-from ringcore.front_end.engine_metrics import make_registry_of
+from ringcore.front_end.engine_metrics import ServingTotals, make_registry_of, totals_of
 from ringcore.front_end.front_end import FrontEnd
 from ringcore.front_end.input_processor import InputProcessor, Preparation
 from ringcore.front_end.observers import observers_of
@@ -46,6 +47,8 @@ __all__ = ["ReplicaSet"]
 _RESTARTS = 8  # of each of several replicas, unless the caller says otherwise: the others serve meanwhile
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class ReplicaSet(ServingEngine):
@@ -226,6 +229,9 @@ class ReplicaSet(ServingEngine):
     def stats(self) -> EngineStats:
         return merged_stats([replica.generations.stats for replica in self._replicas])
 
+    def totals(self) -> ServingTotals:
+        return totals_of([replica.metrics for replica in self._replicas])
+
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
         """As an engine's; of several replicas each sample has the label "replica"."""
         alone = len(self._replicas) == 1
@@ -250,7 +256,10 @@ class _Ends:
         with self._lock:
             self._ended.pop(number, None)
             self._ended[number] = cause  # the last one is the newest
-            if len(self._ended) < self._num_replicas or self.died.done():
+            num_left = self._num_replicas - len(self._ended)
+            if num_left and cause is not None:
+                _log.error("replica %d died, %d are left: %s", number, num_left, cause.message)
+            if num_left or self.died.done():
                 return
             self.died.set_result(cause)
         self._pool.close(error)
