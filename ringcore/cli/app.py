@@ -38,6 +38,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.simulate import make_simulate
     from ringcore.cli.top.command import top
     from ringcore.cli.trace import trace
+    from ringcore.cli.verify import make_verify
     from ringcore.cli.worker import worker
 
     app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
@@ -47,6 +48,7 @@ def make_app() -> typer.Typer:
     app.command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())
     app.add_typer(make_bench(), name="bench", short_help="Measure a model, or a service behind a URL.")
     app.command("models", short_help="List the models that can be served, and why others cannot.")(models)
+    app.command("verify", short_help="Compare what a model generates here with transformers.")(make_verify())
     app.command("ps", short_help="List the engines that this user runs on this host.")(ps)
     app.command("top", short_help="Show what a running engine does, live in the terminal.")(top)
     app.command("dump", short_help="Write a running engine's whole state as JSON.")(dump)
