@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
     name = _ALIASES.get(name, name)
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    if name[0] != "_":
+    if not name.startswith("_"):
         from ringcore.params.vllm_names import IMPORTS
 
         if name in IMPORTS:  # no AttributeError, whose text an import statement does not show

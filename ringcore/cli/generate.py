@@ -87,10 +87,8 @@ class _Printer:
 
     def add(self, output: RequestOutput) -> None:
         self._waiting[output.request_id] = output
-        for request_id in self._ids[self._next :]:
-            if request_id not in self._waiting:
-                break
-            self._print(self._waiting.pop(request_id))
+        while self._next < len(self._ids) and (first := self._ids[self._next]) in self._waiting:
+            self._print(self._waiting.pop(first))
             self._next += 1
 
     def print_rest(self) -> None:
