@@ -136,7 +136,7 @@ def test_template_options(client, folder):
         ({"messages": [{"content": "hi"}]}, "messages[0].role", "no role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "give a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "'text'"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not served"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "call format of this model is unknown"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "raise max_logprobs"),
