@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-
 from ringcore.chat import MessageBuilder
-from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.errors import InvalidRequestError
-from ringcore.front_end.tokenization.text_jobs import RenderChat, Rendered
 from ringcore.openai_api.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -22,12 +17,11 @@ from ringcore.openai_api.answers import (
     chat_message,
     prompt_logprobs,
 )
-from ringcore.openai_api.parsing import PROMPT_END_CHARS, ChoiceParser, RequestParsing
+from ringcore.openai_api.chat_generation import ChatGeneration, Conversation
+from ringcore.openai_api.parsing import ChoiceParser
 from ringcore.openai_api.schema import ChatCompletionRequest
 from ringcore.openai_api.served_model import Answer, Emit, ServedModel, changed_completions
-from ringcore.openai_api.structured import name_field
 from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
-from ringcore.params.sampling_params import SamplingParams
 
 __all__ = ["Chat"]
 
@@ -41,42 +35,36 @@ class Chat:
     num_prompts = 1
 
     def __init__(self, model: ServedModel, body: ChatCompletionRequest, answer_id: str | None = None) -> None:
-        self._messages = model.template_messages(body.messages)
         model.check_n(body.num_completions)
         model.check_logprobs("top_logprobs", body.top_logprobs)
         model.check_logprobs("prompt_logprobs", body.prompt_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequestError("top_logprobs: only of use with logprobs=true", field="top_logprobs")
-        self._model, self._body = model, body
-        self._tools, self._template_kwargs = body.request_tools(), body.template_kwargs()
-        self._form = body.text_form()
-        self._parsing = RequestParsing(
-            model.engine.get_tokenizer(),
-            model.chat_format,
-            self._tools,
-            is_parallel=body.parallel_tool_calls is not False,
-            skip_special_tokens=body.skip_special_tokens is not False,
-        )
+        self._body = body
         self._num_top = body.top_logprobs or 0
+        self._generation = ChatGeneration(model, self._conversation())
+        self._answer = Answer.of("chatcmpl", model.name(body.model), answer_id)
+        self.n = body.num_completions
+
+    def _conversation(self) -> Conversation:
+        body = self._body
         # If neither is given, the answer is limited by max_model_len only.
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        self._params = body.sampling_params(
-            max_tokens=max_tokens,
-            logprobs=self._num_top if body.logprobs else None,
-            output_kind="delta" if body.stream else "final",
-            skip_special_tokens=self._parsing.skip_special_tokens,
-            stop_token_ids=self._stop_token_ids(),
+        return Conversation(
+            body.messages,
+            body.request_tools(),
+            body.sampling_params(
+                max_tokens=max_tokens,
+                logprobs=self._num_top if body.logprobs else None,
+                output_kind="delta" if body.stream else "final",
+            ),
+            form=body.text_form(),
+            template_kwargs=body.template_kwargs(),
+            is_parallel=body.parallel_tool_calls is not False,
+            add_generation_prompt=body.add_generation_prompt,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
         )
-        self._answer = Answer.of("chatcmpl", model.name(body.model), answer_id)
-        self.n = self._params.n
-
-    def _stop_token_ids(self) -> list[int]:
-        """The client's, and those by which an output of the format ends, where the model's files do not name them."""
-        given = self._body.stop_token_ids or []
-        if self._body.ignore_eos:
-            return given
-        eos_token_ids = self._model.engine.config.model.spec.eos_token_ids
-        return given + [token_id for token_id in self._parsing.stop_token_ids if token_id not in eos_token_ids]
 
     async def whole(self) -> ChatCompletionResponse:
         last: RequestOutput | None = None
@@ -85,9 +73,9 @@ class Chat:
             nonlocal last
             last = output
 
-        await self._generate(take)
+        await self._generation.run(self._answer.id, take)
         assert last is not None, "an iterator ended without an output"
-        answer = self._answer
+        answer, parsers = self._answer, self._generation.begin(last)
         answer.count_prompt(last)
         answer.count_completions(last)
         response = ChatCompletionResponse(
@@ -95,7 +83,7 @@ class Chat:
             object="chat.completion",
             created=answer.created,
             model=answer.model,
-            choices=[self._choice(one, parser) for one, parser in zip(last.outputs, self._begin(last), strict=True)],
+            choices=[self._choice(one, parser) for one, parser in zip(last.outputs, parsers, strict=True)],
             usage=answer.usage(),
         )
         if last.prompt_logprobs is not None:
@@ -109,7 +97,7 @@ class Chat:
         async def take(output: RequestOutput) -> None:
             if not parsers:
                 self._answer.count_prompt(output)
-                parsers.extend(self._begin(output))
+                parsers.extend(self._generation.begin(output))
             self._answer.count_completions(output)
             for completion in changed_completions(output, finished):
                 if completion.index not in begun:
@@ -117,12 +105,9 @@ class Chat:
                     await emit(self._chunk(completion.index, ChatMessage(role="assistant", content="")))
                 await self._emit_deltas(completion, parsers[completion.index], emit)
 
-        await self._generate(take)
+        await self._generation.run(self._answer.id, take)
         if self._body.wants_usage:
             await emit(self._response([], self._answer.usage()))
-
-    def _begin(self, output: RequestOutput) -> list[ChoiceParser]:
-        return self._parsing.begin(output.prompt_token_ids, self._params.n)
 
     async def _emit_deltas(self, completion: CompletionOutput, parser: ChoiceParser, emit: Emit) -> None:
         """Emits each delta of one choice as a chunk, and at its end a chunk with the finish reason.
@@ -141,46 +126,6 @@ class Chat:
             choice["finish_reason"] = parser.finish_reason(completion.finish_reason)
             choice["stop_reason"] = completion.stop_reason
             await emit(chunk)
-
-    async def _generate(self, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
-        body = self._body
-        params = await self._bounded_params()
-        outputs = self._model.engine.chat(
-            self._messages,
-            params,
-            request_id=self._answer.id,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            add_generation_prompt=body.add_generation_prompt,
-            tools=self._tools.shown,
-            chat_template_kwargs=self._template_kwargs,
-        )
-        await self._model.consume(outputs, take, self._form_field)
-
-    async def _bounded_params(self) -> SamplingParams:
-        """The parameters with the grammar of the answer, which may depend on the end of the rendered prompt."""
-        if self._form is None and not self._tools.must_call:
-            return self._params
-        prompt_end = await self._prompt_end() if self._parsing.reasons else ""
-        try:
-            bounds = self._parsing.structured_outputs(self._form, prompt_end)
-            return replace(self._params, structured_outputs=bounds)
-        except InvalidRequestError as error:
-            raise name_field(error, self._form_field) from error
-
-    @property
-    def _form_field(self) -> str:
-        """The client's field that requires structured outputs."""
-        return "tools" if self._form is None else self._form.field
-
-    async def _prompt_end(self) -> str:
-        body = self._body
-        conversation = conversation_json(
-            self._messages, body.add_generation_prompt, self._tools.shown, self._template_kwargs
-        )
-        answer = await self._model.engine.run_text_job(RenderChat(conversation, PROMPT_END_CHARS))
-        assert isinstance(answer, Rendered)
-        return answer.text
 
     def _logprobs(self, logprobs: list[dict[int, Logprob]] | None) -> ChatLogprobs | None:
         return None if logprobs is None else chat_logprobs(logprobs, self._num_top)
