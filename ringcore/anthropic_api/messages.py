@@ -10,7 +10,7 @@ from ringcore.anthropic_api.answers import ContentBlock, MessageResponse, TokenC
 from ringcore.anthropic_api.content_blocks import ContentBlocks
 from ringcore.anthropic_api.conversations import chat_messages
 from ringcore.anthropic_api.schema import CountTokensRequest, MessagesRequest
-from ringcore.openai_api.chat_generation import ChatGeneration, Conversation
+from ringcore.openai_api.chat_generation import ChatGeneration, Conversation, TakeEvents
 from ringcore.openai_api.errors import fields_named
 from ringcore.openai_api.served_model import Answer, Emit, ServedModel
 from ringcore.params.outputs import CompletionOutput, RequestOutput
@@ -18,7 +18,7 @@ from ringcore.params.sampling_params import OutputKind, SamplingParams
 
 __all__ = ["Messages", "count_tokens"]
 
-_NAMES = {"stop": "stop_sequences"}
+_NAMES = {"stop": "stop_sequences", "prompt": "messages"}
 
 
 class Messages:
@@ -41,7 +41,7 @@ class Messages:
             for event in events:
                 self._blocks.add(event)
 
-        stop_reason = self._stop_reason(await self._generation.run_one(self._answer.id, take))
+        stop_reason = self._stop_reason(await self._run(take))
         self._blocks.end()
         return self._message(self._blocks.blocks, stop_reason)
 
@@ -60,12 +60,16 @@ class Messages:
                 for told in self._blocks.add(event):
                     await emit(told)
 
-        stop_reason = self._stop_reason(await self._generation.run_one(self._answer.id, take))
+        stop_reason = self._stop_reason(await self._run(take))
         for told in self._blocks.end():
             await emit(told)
         delta = {"stop_reason": stop_reason, "stop_sequence": self._stop_sequence}
         await emit({"type": "message_delta", "delta": delta, "usage": self._usage()})
         await emit({"type": "message_stop"})
+
+    async def _run(self, take: TakeEvents) -> str:
+        with fields_named(_NAMES):
+            return await self._generation.run_one(self._answer.id, take)
 
     def _count(self, output: RequestOutput, completion: CompletionOutput) -> None:
         self._answer.count_completions(output)

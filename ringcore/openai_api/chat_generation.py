@@ -18,7 +18,7 @@ from ringcore.openai_api.structured import TextForm, name_field
 from ringcore.params.outputs import CompletionOutput, RequestOutput
 from ringcore.params.sampling_params import SamplingParams
 
-__all__ = ["ChatGeneration", "Conversation"]
+__all__ = ["ChatGeneration", "Conversation", "TakeEvents"]
 
 TakeEvents = Callable[[RequestOutput, CompletionOutput, list[ChatEvent]], Awaitable[None]]
 

@@ -29,6 +29,7 @@ from ringcore.serve.methods import Methods
 from ringcore.serve.monitoring import add_monitoring
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.otlp import TraceContext
+from ringcore.serve.responses import add_responses
 from ringcore.serve.service import Service
 from ringcore.serve.streaming import while_connected
 from ringcore.serve.tokens import detokenize, tokenize
@@ -50,6 +51,7 @@ def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> 
         app.add_middleware(TraceContext)
     add_error_handlers(app)
     _add_generation(app, service)
+    add_responses(app, service)
     add_messages(app, service)
     _add_tokens(app, service)
     _add_models(app, service)

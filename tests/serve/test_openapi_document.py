@@ -21,6 +21,9 @@ from schemathesis.specs.openapi.checks import (
 ENDPOINTS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/tokenize"),
@@ -46,7 +49,7 @@ CHECKS = [
 ANY, WRONG = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 # What is sent is of the document's form, or is not; a path is always a path.
 CASES = [(*endpoint, ANY) for endpoint in ENDPOINTS] + [(*one, WRONG) for one in ENDPOINTS if one[0] == "POST"]
-REQUIRED = {"prompt", "messages", "tokens", "max_tokens"}
+REQUIRED = {"prompt", "messages", "tokens", "max_tokens", "input"}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 GOOD = [
@@ -55,6 +58,8 @@ GOOD = [
     ("POST", "/v1/chat/completions", CHAT),
     ("POST", "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2, "prompt_logprobs": 1}),
     ("POST", "/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}, "logit_bias": {"97": 1}}),
+    ("POST", "/v1/responses", {"input": "a", "max_output_tokens": 2, "text": {"format": {"type": "json_object"}}}),
+    ("POST", "/v1/responses", {"input": CHAT["messages"], "max_output_tokens": 2, "store": False}),
     ("POST", "/v1/messages", CHAT),
     ("POST", "/v1/messages/count_tokens", {"messages": CHAT["messages"], "system": "a"}),
     ("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True}),
