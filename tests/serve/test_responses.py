@@ -106,6 +106,15 @@ def test_what_is_cut_short_is_incomplete(client, stream):
     assert got.output[0].status == "incomplete"
 
 
+def test_a_conversation_goes_on_after_what_was_cut_short(client, service):
+    cut = ask(
+        client, f"<think>hm</think>Look: {CALL}", tools=[TOOL], max_output_tokens=60, text={"verbosity": "medium"}
+    )
+    assert (cut.status, cut.text.format.type) == ("incomplete", "text")
+    written = prompt_of(service, client, "x", previous_response_id=cut.id)
+    assert ";assistant:(hm)Look:" in written
+
+
 @streaming
 def test_a_call_that_breaks_off_is_text(client, stream):
     got = ask(client, BROKEN, stream=stream, tools=[TOOL])

@@ -138,8 +138,12 @@ class Responses:
         if reason == "length":
             response["incomplete_details"] = IncompleteDetails(reason="max_output_tokens")
         if response["store"]:
-            complete = [dict(item) for item in self._output.items if item["status"] == "completed"]
-            self._messages.add("output", complete)
+            whole_or_text = (
+                dict(item)
+                for item in self._output.items
+                if item["type"] != "function_call" or item["status"] == "completed"
+            )
+            self._messages.add("output", list(whole_or_text))
             self._store.put(StoredResponse(response, self._messages.messages))
         return response
 
@@ -164,7 +168,7 @@ class Responses:
             tool_choice=body.tool_choice or "auto",
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning={"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            text=(body.text and body.text.model_dump(exclude_none=True)) or {"format": {"type": "text"}},
+            text={"format": {"type": "text"}} | (body.text.model_dump(exclude_none=True) if body.text else {}),
             truncation="disabled",
             background=False,
             store=body.store is not False and self._store.keeps_any,
