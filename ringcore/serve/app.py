@@ -21,6 +21,7 @@ from ringcore.openai_api.completions import Completions
 from ringcore.openai_api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ringcore.serve.browser_gate import BrowserGate
 from ringcore.serve.chat_page import add_chat_page
+from ringcore.serve.embeddings import add_embeddings
 from ringcore.serve.errors import Described, add_error_handlers, described, json_response
 from ringcore.serve.generation import generate
 from ringcore.serve.limits import Gate
@@ -53,6 +54,7 @@ def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> 
     _add_generation(app, service)
     add_responses(app, service)
     add_messages(app, service)
+    add_embeddings(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
     add_monitoring(app, service)

@@ -13,11 +13,11 @@ from ringcore.serve.errors import json_response
 from ringcore.serve.service import Service
 from ringcore.serve.streaming import EventForm, EventStream, while_connected
 
-__all__ = ["Asked", "acquired", "generate"]
+__all__ = ["Asked", "Counted", "acquired", "answer", "generate"]
 
 
-class Asked(Protocol):
-    """One body that asks for text: n completions of each prompt."""
+class Counted(Protocol):
+    """One body that asks for n completions of each prompt."""
 
     @property
     def num_prompts(self) -> int: ...
@@ -26,6 +26,10 @@ class Asked(Protocol):
     def n(self) -> int: ...
 
     async def whole(self) -> Any: ...
+
+
+class Asked(Counted, Protocol):
+    """One body that asks for text, whole or streamed."""
 
     async def stream(self, emit: Emit) -> None: ...
 
@@ -39,15 +43,19 @@ async def generate(
         with acquired(service, asked):
             await asked.stream(emit)
 
+    return EventStream(stream, form or EventForm()) if is_streamed else await answer(service, asked, receive)
+
+
+async def answer(service: Service, asked: Counted, receive: Receive) -> Response:
+    """The whole answer to one request; 429 if too many are in flight."""
+
     async def whole() -> Any:
         with acquired(service, asked):
             return await asked.whole()
 
-    if is_streamed:
-        return EventStream(stream, form or EventForm())
     return json_response(await while_connected(receive, whole()))
 
 
-def acquired(service: Service, asked: Asked) -> AbstractContextManager[None]:
+def acquired(service: Service, asked: Counted) -> AbstractContextManager[None]:
     """Counts its completions as in flight; raises 429 if there are too many."""
     return service.concurrency.acquired(asked.num_prompts, asked.n)

@@ -274,6 +274,7 @@ def item(**fields):
         ({"input": "x" * 5000}, "input", "max_model_len"),
         ({"tools": [TOOL | {"parameters": {"a": "\ud800"}}], "tool_choice": "none"}, "tools", "JSON"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"a": "\ud800"}}}}, "text.format", ""),
+        (item(type="reasoning", summary=[], content="\ud800"), "input", "JSON"),
     ],
 )
 def test_what_is_wrong_is_a_400_that_names_the_field(service, fields, param, says):

@@ -62,12 +62,13 @@ class Responses:
         return [] if previous is None else self._store.get(previous, "previous_response_id").messages
 
     def _check_echo(self) -> None:
-        """A response repeats its request's tools and format. Raises `InvalidRequestError` for what cannot be sent."""
-        try:
-            msgspec.json.encode(self._response("in_progress", []))
-        except (ValueError, RecursionError) as error:
-            message = f"tools: they, tool_choice or text cannot be written as JSON: {error}"
-            raise InvalidRequestError(message, field="tools") from error
+        """A response repeats its request's tools and format, and its conversation may be stored. Raises
+        `InvalidRequestError` for what is no JSON: halves of surrogate pairs, too deep schemas."""
+        for field, said in (("tools", self._response("in_progress", [])), ("input", self._messages.messages)):
+            try:
+                msgspec.json.encode(said)
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequestError(f"{field}: it cannot be written as JSON: {error}", field=field) from error
 
     def _conversation(self) -> Conversation:
         body = self._body
