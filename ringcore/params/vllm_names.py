@@ -159,7 +159,7 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
     **_all("disable_custom_all_reduce", "small all-reduces take peer GPU memory wherever there is some", False),
     **_all(
         "runner task convert pooler_config io_processor_plugin",
-        "ringcore generates text; pooling models are not served",
+        "any model generates text, and LLM.embed pools its hidden states",
         "auto",
         "generate",
         "none",
