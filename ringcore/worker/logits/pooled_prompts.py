@@ -47,14 +47,19 @@ class LaunchedPooledPrompt:
 class PooledPromptRows:
     """The rows that asked for a pooled prompt, and whose prompts are not complete.
 
-    is_pending: [max_num_seqs] bool. Such a row is computed as a prompt, also where one token is left of it, since only
-    steps of prompts have hidden states to take.
+    Such a row is computed as a prompt, also where one token is left of it, since only steps of prompts have hidden states
+    to take.
     """
 
     def __init__(self, max_num_seqs: int, is_output_rank: bool) -> None:
         self._is_output_rank = is_output_rank
         self._pending: dict[int, _PendingPrompt] = {}
-        self.is_pending = np.zeros(max_num_seqs, dtype=bool)
+        self._is_pending = np.zeros(max_num_seqs, dtype=bool)
+
+    @property
+    def is_pending(self) -> np.ndarray | None:
+        """[max_num_seqs] bool; None if there are none."""
+        return self._is_pending if self._pending else None
 
     def admit(self, request: NewRequest) -> None:
         pooling = request.sampling_params.pooling
@@ -63,12 +68,12 @@ class PooledPromptRows:
         is_whole = pooling == "last" or request.num_computed_tokens == 0
         assert is_whole, "the mean needs every position of the prompt computed"
         self._pending[request.row] = _PendingPrompt(pooling, request.num_prompt_tokens)
-        self.is_pending[request.row] = True
+        self._is_pending[request.row] = True
 
     def clear(self, rows: np.ndarray) -> None:
         """Forgets rows [n]."""
         if self._pending:
-            self.is_pending[rows] = False
+            self._is_pending[rows] = False
             for row in rows.tolist():
                 self._pending.pop(row, None)
 
@@ -96,7 +101,7 @@ class PooledPromptRows:
             return ()
         ends = rows.num_computed_tokens[scheduled].tolist()
         done = [row for row, end in zip(scheduled.tolist(), ends, strict=True) if self._is_done(row, end)]
-        self.is_pending[done] = False
+        self._is_pending[done] = False
         taken = [(row, self._pending.pop(row)) for row in done]
         return [
             LaunchedPooledPrompt(row, one.pooled / one.num_prompt_tokens if one.pooling == "mean" else one.pooled)
