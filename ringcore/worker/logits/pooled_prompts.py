@@ -47,8 +47,8 @@ class LaunchedPooledPrompt:
 class PooledPromptRows:
     """The rows that asked for a pooled prompt, and whose prompts are not complete.
 
-    Such a row is computed as a prompt, also where one token is left of it, since only steps of prompts have hidden states
-    to take.
+    Such a row is computed as a prompt, also where one token is left of it, since only steps of prompts have hidden
+    states to take.
     """
 
     def __init__(self, max_num_seqs: int, is_output_rank: bool) -> None:
