@@ -23,6 +23,7 @@ from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
+from ringcore.testing.fake_prompts import FakePrompts
 from ringcore.tracing import Tracer
 from ringcore.worker import rpc
 from ringcore.worker.traced_worker import TracedWorker
@@ -55,6 +56,7 @@ class FakeWorker(TracedWorker):
         self._num_computed: dict[int, int] = {}
         self._num_steps = 0
         self._rows: list[int] = []  # of the last step
+        self._prompts = FakePrompts(VOCAB_SIZE)
         # The weights are one number, CHECKPOINT's is 0; None where there is no memory, or what is in it means nothing.
         self.weights: int | None = CHECKPOINT
         self.memory = {"weights": "resident", "kv_cache": "resident"}
@@ -90,6 +92,7 @@ class FakeWorker(TracedWorker):
             del self._tokens[row]
         for new in scheduler_output.new_requests:
             self._requests[new.row] = new
+            self._prompts.note(new)
             self._tokens[new.row] = new.token_ids.tolist()
             self._num_computed[new.row] = new.num_computed_tokens
         assert set(self.memory.values()) == {"resident"}, f"a step without its memory: {self.memory}"
@@ -121,6 +124,7 @@ class FakeWorker(TracedWorker):
             logprobs if any(logprobs) else None,
             errors,
             of_prompts,
+            pooled=self._prompts.pooled(int_array(rows)),
         )
 
     def _scheduled(self, step: SchedulerOutput) -> list[tuple[int, int]]:

@@ -82,7 +82,9 @@ class OpenAiLines:
         if parsed.method != "POST":
             raise InvalidRequestError(f"method={parsed.method!r}: give 'POST'", field="method")
         if parsed.url == "/v1/embeddings":
-            raise InvalidRequestError(f"url={parsed.url!r}: there are no embeddings here yet", field="url")
+            raise InvalidRequestError(
+                f"url={parsed.url!r}: embeddings are no part of a batch; send them to the service", field="url"
+            )
         if parsed.url not in _BODIES or self._url not in (None, parsed.url):
             urls = ENDPOINTS if self._url is None else (self._url,)
             raise InvalidRequestError(f"url={parsed.url!r}: give {' or '.join(map(repr, urls))}", field="url")

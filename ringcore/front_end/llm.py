@@ -10,11 +10,14 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from ringcore.checkpoint.tokenizer import Tokenizer
 from ringcore.config import EngineConfig
 from ringcore.engine_core.memory.methods import MemoryMethods
 from ringcore.errors import InvalidRequestError
 from ringcore.executor.rpc_call import RpcCaller, WorkerCall
+from ringcore.front_end.embeddings import embedding_of, pooling_params
 from ringcore.front_end.engine_metrics import EngineMetrics, make_registry_of, serve_metrics
 from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest, Prompt
@@ -33,7 +36,7 @@ from ringcore.front_end.tokenization.pool import TokenizerPool
 from ringcore.host.file_names import as_utf8
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.params.outputs import RequestOutput
-from ringcore.params.sampling_params import OutputKind, SamplingParams
+from ringcore.params.sampling_params import OutputKind, Pooling, SamplingParams
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.operations import MemoryOperation
@@ -143,6 +146,22 @@ class LLM(RpcCaller, MemoryMethods):
             chat_template=chat_template,
         )
         return self._generate(as_conversations(messages), prepare, sampling_params, use_tqdm, on_error)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        use_tqdm: bool = False,
+    ) -> list[np.ndarray]:
+        """The hidden states of each prompt after the final norm, pooled: [hidden_size] float32, of length 1 if
+        `normalize`.
+
+        pooling: "last" token, or "mean" over all of them; what the model was trained for. A prompt may be as long as
+            one that is to get a token. Raises what `generate` raises.
+        """
+        outputs = self.generate(prompts, pooling_params(pooling), use_tqdm)
+        return [embedding_of(output, normalize) for output in outputs]
 
     def _generate(
         self,

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from ringcore.errors import InvalidRequestError, RingcoreError, error_from_wire
 from ringcore.front_end.detokenizer import Detokenizer, NoText, TokenStream
 from ringcore.front_end.input_processor import PreparedRequest
@@ -64,6 +66,7 @@ class RequestState:
         self._prompt_positions: PromptPositions | None = None
         if self._request.sampling_params.prompt_logprobs is not None and not self._request.prompt_token_ids[1:]:
             self._prompt_positions = [None]  # the engine sends none for a prompt of one token
+        self._pooled: np.ndarray | None = None
         self._first_token_s: float | None = None
         self._finished_s: float | None = None
         self._reasons: list[FinishReason] = []  # once it is over
@@ -84,6 +87,8 @@ class RequestState:
             num_new = completion.update(output)
             if output.prompt_logprobs is not None:
                 self._prompt_positions = prompt_positions(output.prompt_logprobs, self._token_text)
+            if output.pooled is not None:
+                self._pooled = output.pooled.values
             if num_new and self._first_token_s is None:
                 self._first_token_s = now
                 for observer in self._observers:
@@ -140,6 +145,7 @@ class RequestState:
                 metrics=self.metrics(),
                 error=self.error,
                 prompt_logprobs=self._take_prompt_positions(),
+                pooled=self._pooled,
             )
 
     def _take_prompt_positions(self) -> PromptPositions | None:

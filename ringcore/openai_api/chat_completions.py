@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 from ringcore.chat import ChatEvent, MessageBuilder, ReasoningDelta
-from ringcore.checkpoint.chat_template import conversation_json
 from ringcore.errors import InvalidRequestError
-from ringcore.front_end.tokenization.text_jobs import RenderChat, Rendered
 from ringcore.openai_api.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -23,12 +19,11 @@ from ringcore.openai_api.answers import (
     chat_message,
     prompt_logprobs,
 )
-from ringcore.openai_api.parsing import PROMPT_END_CHARS, ChoiceParser, RequestParsing
+from ringcore.openai_api.chat_generation import ChatGeneration, Conversation
+from ringcore.openai_api.parsing import ChoiceParser
 from ringcore.openai_api.schema import ChatCompletionRequest
 from ringcore.openai_api.served_model import Answer, Emit, ServedModel, changed_completions
-from ringcore.openai_api.structured import name_field
 from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
-from ringcore.params.sampling_params import SamplingParams
 
 __all__ = ["Chat"]
 
@@ -44,50 +39,42 @@ class Chat:
     def __init__(self, model: ServedModel, body: ChatCompletionRequest, answer_id: str | None = None) -> None:
         model.check_fields(body)
         model.check_chat_template(body.chat_template)
-        self._messages = model.template_messages(body.messages)
         model.check_n(body.num_completions)
         model.check_logprobs("top_logprobs", body.top_logprobs)
         model.check_logprobs("prompt_logprobs", body.prompt_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequestError("top_logprobs: only of use with logprobs=true", field="top_logprobs")
-        self._model, self._body = model, body
-        self._tools = body.request_tools()
-        self._conversation: dict[str, Any] = {
-            "add_generation_prompt": body.add_generation_prompt,
-            "tools": self._tools.shown,
-            "chat_template_kwargs": body.template_kwargs(),
-            "continue_final_message": body.continue_final_message,
-        }
-        self._form = body.text_form()
-        self._parsing = RequestParsing(
-            model.engine.get_tokenizer(),
-            model.chat_format,
-            self._tools,
-            is_parallel=body.parallel_tool_calls is not False,
-            skip_special_tokens=body.skip_special_tokens is not False,
-        )
+        self._body = body
         self._num_top = body.top_logprobs or 0
-        # If neither is given, nor by the model, the answer is limited by max_model_len only.
-        defaults: dict[str, Any] = {"max_tokens": None} | model.sampling_defaults
-        bound = {} if body.max_completion_tokens is None else {"max_tokens": body.max_completion_tokens}
-        self._params = body.sampling_params(
-            defaults,
-            **bound,
-            logprobs=self._num_top if body.logprobs else None,
-            output_kind="delta" if body.stream else "final",
-            skip_special_tokens=self._parsing.skip_special_tokens,
-            stop_token_ids=self._stop_token_ids(),
-        )
+        self._generation = ChatGeneration(model, self._conversation(model.sampling_defaults))
         self._answer = Answer.of("chatcmpl", model.name(body.model), answer_id, body.request_id)
-        self.n = self._params.n
+        self.n = body.num_completions
 
-    def _stop_token_ids(self) -> list[int]:
-        """The client's, and those by which an output of the format ends, where the model's files do not name them."""
-        given = self._body.stop_token_ids or []
-        if self._body.ignore_eos:
-            return given
-        eos_token_ids = self._model.engine.config.model.spec.eos_token_ids
-        return given + [token_id for token_id in self._parsing.stop_token_ids if token_id not in eos_token_ids]
+    def _conversation(self, defaults: dict[str, Any]) -> Conversation:
+        """defaults: the model's sampling parameters."""
+        body = self._body
+        bound = {} if body.max_completion_tokens is None else {"max_tokens": body.max_completion_tokens}
+        return Conversation(
+            body.messages,
+            body.request_tools(),
+            body.sampling_params(
+                # If no one bounds it, the answer is limited by max_model_len only.
+                {"max_tokens": None} | defaults,
+                **bound,
+                logprobs=self._num_top if body.logprobs else None,
+                output_kind="delta" if body.stream else "final",
+            ),
+            form=body.text_form(),
+            template_kwargs=body.template_kwargs(),
+            is_parallel=body.parallel_tool_calls is not False,
+            add_generation_prompt=body.add_generation_prompt,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
+            add_special_tokens=bool(body.add_special_tokens),
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
 
     async def whole(self) -> ChatCompletionResponse:
         last: RequestOutput | None = None
@@ -96,9 +83,9 @@ class Chat:
             nonlocal last
             last = output
 
-        await self._generate(take)
+        await self._generation.run(self._answer.id, take)
         assert last is not None, "an iterator ended without an output"
-        answer = self._answer
+        answer, parsers = self._answer, self._generation.begin(last)
         answer.count_prompt(last)
         answer.count_completions(last)
         response = ChatCompletionResponse(
@@ -106,7 +93,7 @@ class Chat:
             object="chat.completion",
             created=answer.created,
             model=answer.model,
-            choices=[self._choice(one, parser) for one, parser in zip(last.outputs, self._begin(last), strict=True)],
+            choices=[self._choice(one, parser) for one, parser in zip(last.outputs, parsers, strict=True)],
             usage=answer.usage(),
         )
         if last.prompt_logprobs is not None:
@@ -122,7 +109,7 @@ class Chat:
         async def take(output: RequestOutput) -> None:
             if not parsers:
                 self._answer.count_prompt(output)
-                parsers.extend(self._begin(output))
+                parsers.extend(self._generation.begin(output))
             self._answer.count_completions(output)
             sends_token_ids = bool(self._body.return_token_ids)
             for completion in changed_completions(output, finished, sends_token_ids=sends_token_ids):
@@ -134,12 +121,9 @@ class Chat:
                     await emit(chunk)
                 await self._emit_deltas(completion, parsers[completion.index], emit)
 
-        await self._generate(take)
+        await self._generation.run(self._answer.id, take)
         if self._body.wants_usage:
             await emit(self._response([], self._answer.usage()))
-
-    def _begin(self, output: RequestOutput) -> list[ChoiceParser]:
-        return self._parsing.begin(output.prompt_token_ids, self._params.n)
 
     async def _emit_deltas(self, completion: CompletionOutput, parser: ChoiceParser, emit: Emit) -> None:
         """Emits each delta of one choice as a chunk, and at its end a chunk with the finish reason.
@@ -163,45 +147,6 @@ class Chat:
             choice["finish_reason"] = parser.finish_reason(completion.finish_reason)
             choice["stop_reason"] = completion.stop_reason
             await emit(chunk)
-
-    async def _generate(self, take: Callable[[RequestOutput], Awaitable[None]]) -> None:
-        body = self._body
-        params = await self._bounded_params()
-        outputs = self._model.engine.chat(
-            self._messages,
-            params,
-            request_id=self._answer.id,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            **self._conversation,
-            chat_template=body.chat_template,
-            add_special_tokens=bool(body.add_special_tokens),
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-        )
-        await self._model.consume(outputs, take, self._form_field)
-
-    async def _bounded_params(self) -> SamplingParams:
-        """The parameters with the grammar of the answer, which may depend on the end of the rendered prompt."""
-        if self._form is None and not self._tools.must_call:
-            return self._params
-        prompt_end = await self._prompt_end() if self._parsing.reasons else ""
-        try:
-            bounds = self._parsing.structured_outputs(self._form, prompt_end)
-            return replace(self._params, structured_outputs=bounds)
-        except InvalidRequestError as error:
-            raise name_field(error, self._form_field) from error
-
-    @property
-    def _form_field(self) -> str:
-        """The client's field that requires structured outputs."""
-        return "tools" if self._form is None else self._form.field
-
-    async def _prompt_end(self) -> str:
-        conversation = conversation_json(self._messages, **self._conversation)
-        job = RenderChat(conversation, PROMPT_END_CHARS, self._body.chat_template)
-        answer = await self._model.engine.run_text_job(job)
-        assert isinstance(answer, Rendered)
-        return answer.text
 
     def _logprobs(self, logprobs: list[dict[int, Logprob]] | None) -> ChatLogprobs | None:
         return None if logprobs is None else chat_logprobs(logprobs, self._num_top)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ringcore.openai_api.answers import (
     CompletionChoice,
@@ -15,7 +13,7 @@ from ringcore.openai_api.answers import (
     prompt_logprobs,
 )
 from ringcore.openai_api.schema import CompletionRequest
-from ringcore.openai_api.served_model import Answer, Emit, ServedModel, changed_completions
+from ringcore.openai_api.served_model import Answer, Emit, ServedModel, all_of, changed_completions
 from ringcore.params.outputs import CompletionOutput, Logprob, RequestOutput
 
 __all__ = ["Completions"]
@@ -78,7 +76,7 @@ class Completions:
 
             await self._generate(index, take)
 
-        await _all_of([generate_one(index) for index in range(len(self._prompts))])
+        await all_of([generate_one(index) for index in range(len(self._prompts))])
         choices = []
         for index, output in enumerate(last):
             assert output is not None, "an iterator ended without an output"
@@ -96,7 +94,7 @@ class Completions:
         return self._response(choices, usage=self._answer.usage())
 
     async def stream(self, emit: Emit) -> None:
-        await _all_of([self._stream_prompt(index, emit) for index in range(len(self._prompts))])
+        await all_of([self._stream_prompt(index, emit) for index in range(len(self._prompts))])
         if self._body.wants_usage:
             await emit(self._response([], usage=self._answer.usage()))
 
@@ -204,16 +202,3 @@ class Completions:
         if usage is not None or self._body.wants_usage:
             response["usage"] = usage
         return response
-
-
-async def _all_of(works: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs all concurrently; the first failure cancels the others and is raised."""
-    if len(works) == 1:
-        await works[0]
-        return
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None

@@ -11,7 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, WithJs
 from ringcore.chat import ChatFormat, to_template_messages
 from ringcore.errors import InvalidRequestError
 
-__all__ = ["Message", "RequestTools", "Tool", "request_tools", "text_messages"]
+__all__ = [
+    "Message",
+    "RequestTools",
+    "Tool",
+    "ToolName",
+    "choose_tools",
+    "function_tool",
+    "request_tools",
+    "text_messages",
+]
 
 _TEXT_PART = {
     "type": "object",
@@ -32,10 +41,13 @@ _MESSAGE = {
 Message = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]
 
 
+ToolName = Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+
+
 class ToolFunction(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    name: ToolName
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
     # No effect: a forced call is always constrained to `parameters`, and one of tool_choice "auto" is unconstrained.
@@ -65,34 +77,44 @@ class RequestTools:
 
 def request_tools(tools: list[Tool] | None, tool_choice: str | dict[str, Any] | None = None) -> RequestTools:
     """No tools for the choice "none". Raises `InvalidRequestError`."""
-    tools = tools or []
-    for i, tool in enumerate(tools):
-        _check_parameters(f"tools[{i}].function.parameters", tool.function.parameters)
-    for name, times in Counter(tool.function.name for tool in tools).items():
-        if times > 1:
-            raise InvalidRequestError(f"tools: {times} have the name {name!r}; give each its own", field="tools")
-    shown = [_shown(tool.function) for tool in tools]
+    functions = [tool.function for tool in tools or []]
+    shown = [
+        function_tool(one.name, one.description, one.parameters, f"tools[{i}].function.parameters")
+        for i, one in enumerate(functions)
+    ]
     match tool_choice:
-        case None | "auto":
-            return RequestTools(shown, shown)
-        case "none":
-            return RequestTools([], [])
-        case "required":
-            if not shown:
-                raise _bad("tool_choice", "'required' needs tools; give some, or leave it out")
-            return RequestTools(shown, shown, must_call=True)
+        case None | "auto" | "none" | "required":
+            return choose_tools(shown, tool_choice or "auto")
         case {"type": "function", "function": {"name": str(name)}}:
-            named = [tool for tool in shown if tool["function"]["name"] == name]
-            if not named:
-                raise _bad("tool_choice", f"no tool has the name {name!r}; give the name of one of tools")
-            return RequestTools(shown, named, must_call=True, is_single=True)
+            return choose_tools(shown, "required", name)
     named_form = "{'type': 'function', 'function': {'name': ...}}"
     raise _bad("tool_choice", f"invalid; give 'auto', 'none', 'required' or {named_form}")
 
 
-def _shown(function: ToolFunction) -> dict[str, Any]:
-    given = {"name": function.name, "description": function.description, "parameters": function.parameters}
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None, where: str) -> dict[str, Any]:
+    """A tool in OpenAI's form. where: the client's field of the parameters' schema. Raises `InvalidRequestError`."""
+    _check_parameters(where, parameters)
+    given = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+
+
+def choose_tools(
+    shown: list[dict[str, Any]], choice: Literal["auto", "none", "required"], name: str | None = None
+) -> RequestTools:
+    """name: of the only tool that may be called, with "required". Raises `InvalidRequestError`."""
+    for repeated, times in Counter(tool["function"]["name"] for tool in shown).items():
+        if times > 1:
+            raise InvalidRequestError(f"tools: {times} have the name {repeated!r}; give each its own", field="tools")
+    if name is not None:
+        named = [tool for tool in shown if tool["function"]["name"] == name]
+        if not named:
+            raise _bad("tool_choice", f"no tool has the name {name!r}; give the name of one of tools")
+        return RequestTools(shown, named, must_call=True, is_single=True)
+    if choice == "none":
+        return RequestTools([], [])
+    if choice == "required" and not shown:
+        raise _bad("tool_choice", "a call is required, which needs tools; give some, or leave it out")
+    return RequestTools(shown, shown, must_call=choice == "required")
 
 
 def _check_parameters(where: str, schema: dict[str, Any] | None) -> None:

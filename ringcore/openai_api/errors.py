@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -18,7 +20,15 @@ from ringcore.errors import (
     WorkerDiedError,
 )
 
-__all__ = ["ApiError", "api_error_of", "engine_restarting", "invalid_body", "over_limit"]
+__all__ = [
+    "ApiError",
+    "api_error_of",
+    "engine_restarting",
+    "fields_named",
+    "invalid_body",
+    "over_limit",
+    "request_aborted",
+]
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -64,6 +74,27 @@ def engine_restarting() -> ApiError:
         code="engine_starting",
         headers={"Retry-After": "5"},
     )
+
+
+def request_aborted() -> ApiError:
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE, "the request was aborted before its answer ended; send it again", _SERVER
+    )
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """What is raised within names a field as the client's API calls it. names: by our name."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        field_ = str(error.details.get("field"))
+        name = re.split(r"[.\[]", field_, maxsplit=1)[0]
+        if name not in names:
+            raise
+        told = names[name] + error.message.removeprefix(name) if error.message.startswith(name) else error.message
+        named = error.details | {"field": names[name] + field_.removeprefix(name)}
+        raise InvalidRequestError(told, **named) from error
 
 
 def api_error_of(error: Exception) -> ApiError:

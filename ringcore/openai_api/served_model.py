@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from ringcore.openai_api.schema import SamplingRequest
 from ringcore.openai_api.structured import name_field
 from ringcore.params.outputs import CompletionOutput, RequestOutput
 
-__all__ = ["Answer", "Emit", "ServedModel", "changed_completions", "unix_seconds"]
+__all__ = ["Answer", "Emit", "ServedModel", "all_of", "changed_completions", "unix_seconds"]
 
 Emit = Callable[[Any], Awaitable[None]]  # sends one event: a value that is encoded as JSON
 Observe = Callable[[RequestOutput], None]
@@ -172,6 +173,19 @@ def changed_completions(
         elif not completion.text and not completion.logprobs and not (sends_token_ids and completion.token_ids):
             continue  # for example a token that is part of a character
         yield completion
+
+
+async def all_of(works: list[Coroutine[Any, Any, None]]) -> None:
+    """Runs all concurrently; the first failure cancels the others and is raised."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 def _check_bounds(field: str, value: int, low: int, high: int, option: str) -> None:

@@ -95,8 +95,13 @@ class TextForm:
         field, *others = asked
         if others:
             raise InvalidRequestError(f"{others[0]}: {field} asks for a form already; leave one out", field=others[0])
+        return cls.named(field, **asked[field])
+
+    @classmethod
+    def named(cls, field: str, **form: Any) -> TextForm:
+        """form: of `StructuredOutputsParams`. Raises `InvalidRequestError` for an invalid one."""
         try:
-            return cls(field, StructuredOutputsParams(**asked[field]))
+            return cls(field, StructuredOutputsParams(**form))
         except InvalidRequestError as error:
             raise name_field(error, field) from error
 

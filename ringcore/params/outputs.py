@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from ringcore.errors import RingcoreError
 
 __all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"]
@@ -68,6 +70,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: RingcoreError | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    # [hidden_size] float32: with the first token and from then on, if `pooling` asked for it.
+    pooled: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:

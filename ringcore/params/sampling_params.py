@@ -19,9 +19,10 @@ from ringcore.params.field_checks import (
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.params.vllm_names import SAMPLING_PARAMETERS, known_options
 
-__all__ = ["OutputKind", "RequestOutputKind", "SamplingParams"]
+__all__ = ["OutputKind", "Pooling", "RequestOutputKind", "SamplingParams"]
 
 OutputKind = Literal["cumulative", "delta", "final"]
+Pooling = Literal["last", "mean"]
 
 
 class RequestOutputKind(StrEnum):
@@ -82,6 +83,8 @@ class SamplingParams:
     ignore_eos: continue past the model's end-of-text token.
     logprobs: the number of most likely tokens to report with each sampled one, -1 for the vocabulary; None for none.
     prompt_logprobs: the same for each prompt token except the first; nothing is read from the prefix cache.
+    pooling: report the prompt's hidden states after the final norm, pooled: "last" those of the last token, "mean" the
+        mean over all tokens, for which nothing is read from the prefix cache.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: False makes no text, and takes no stop strings.
     n: completions of each prompt; with a seed, completion i has seed + i. Front ends make n, `EngineCore` one.
@@ -111,6 +114,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     n: int = 1
@@ -208,6 +212,8 @@ class SamplingParams:
         if not isinstance(self.output_kind, str) or self.output_kind not in kinds:
             raise bad_field("output_kind", self.output_kind, f"give one of {', '.join(kinds)}")
         object.__setattr__(self, "output_kind", str(self.output_kind))  # of a RequestOutputKind
+        if self.pooling is not None and (not isinstance(self.pooling, str) or self.pooling not in get_args(Pooling)):
+            raise bad_field("pooling", self.pooling, f"give one of {', '.join(get_args(Pooling))}")
         if self.structured_outputs is not None:
             self._check_structured_outputs()
 

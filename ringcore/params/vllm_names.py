@@ -157,7 +157,7 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
     **_all("disable_custom_all_reduce", "small all-reduces take peer GPU memory wherever there is some", False),
     **_all(
         "runner task convert pooler_config io_processor_plugin",
-        "ringcore generates text; pooling models are not served",
+        "any model generates text, and LLM.embed pools its hidden states",
         "auto",
         "generate",
         "none",
@@ -273,7 +273,11 @@ SAMPLING_PARAMETERS: Mapping[str, VllmName] = {
     **_all("flat_logprobs skip_clone", _OWN_DESIGN, False, True),
     **_all("stream_interval", "each step's tokens are streamed here; leave it out", 1),
     **_all("output_text_buffer_length", "the text holds back what a stop string may begin with", 0),
-    **_all("skip_reading_prefix_cache", "prompt_logprobs alone reads nothing from the prefix cache", False),
+    **_all(
+        "skip_reading_prefix_cache",
+        "prompt_logprobs and a mean (pooling) alone read none of it",
+        False,
+    ),
     **_all("thinking_token_budget", "it is not served; bound the answer by max_tokens"),
     **_all("repetition_detection", "it is not served; repetition_penalty and stop end repetitions"),
     **_all("watermarking", "it is not served; a LogitsProcessor can do it", False),

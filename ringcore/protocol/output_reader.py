@@ -11,7 +11,7 @@ from ringcore.protocol.requests import EngineCoreOutput, EngineStats, OutputColu
 
 __all__ = ["OutputReader", "output_columns", "split_into_messages"]
 
-_LOGPROBS_PER_MESSAGE = 1 << 20  # up to 20 MB; a message has at most 64 MiB
+_ENTRIES_PER_MESSAGE = 1 << 20  # up to 20 MB; a message has at most 64 MiB
 
 
 class OutputReader:
@@ -32,6 +32,9 @@ class OutputReader:
         for one in columns.prompt_logprobs:
             index = rows.index(one.row)
             outputs[index] = msgspec.structs.replace(outputs[index], prompt_logprobs=one)
+        for pooled in columns.pooled:
+            index = rows.index(pooled.row)
+            outputs[index] = msgspec.structs.replace(outputs[index], pooled=pooled)
         return outputs + columns.others
 
     def _output(
@@ -48,14 +51,14 @@ class OutputReader:
 
 
 def split_into_messages(columns: OutputColumns) -> Iterator[OutputColumns]:
-    """Equivalent columns, each small enough for one message; only log-probabilities over large vocabularies need more
-    than one.
+    """Equivalent columns, each small enough for one message; only log-probabilities over large vocabularies, and many
+    pooled prompts, need more than one.
     """
-    if _num_logprobs(columns) <= _LOGPROBS_PER_MESSAGE:
+    if _num_entries(columns) <= _ENTRIES_PER_MESSAGE:
         yield columns
         return
     yield msgspec.structs.replace(
-        columns, rows=_NONE, token_ids=_NONE, logprobs=None, others=[], prompt_logprobs=[], num_gained=None
+        columns, rows=_NONE, token_ids=_NONE, logprobs=None, others=[], prompt_logprobs=[], num_gained=None, pooled=[]
     )
     end = 0
     for index, (row, num_gained) in enumerate(zip(columns.rows.tolist(), _num_gained(columns), strict=True)):
@@ -69,6 +72,7 @@ def split_into_messages(columns: OutputColumns) -> Iterator[OutputColumns]:
             others=[],
             prompt_logprobs=[one for one in columns.prompt_logprobs if one.row == row],
             num_gained=None,
+            pooled=[one for one in columns.pooled if one.row == row],
         )
     for other in columns.others:
         yield output_columns([other], columns.stats)
@@ -83,14 +87,16 @@ def _num_gained(columns: OutputColumns) -> list[int]:
     return num_gained
 
 
-def _num_logprobs(columns: OutputColumns) -> int:
-    """Number of log-probability entries of prompts and completions."""
+def _num_entries(columns: OutputColumns) -> int:
+    """Number of log-probability entries of prompts and completions, and of pooled numbers."""
     positions = [one for one in columns.logprobs or () if one is not None]
-    prompts = list(columns.prompt_logprobs)
+    prompts, pooled = list(columns.prompt_logprobs), list(columns.pooled)
     for other in columns.others:
         positions += other.logprobs or ()
         prompts += [other.prompt_logprobs] if other.prompt_logprobs is not None else []
-    return sum(len(one.token_ids) for one in positions) + sum(len(one.token_ids) for one in prompts)
+        pooled += [other.pooled] if other.pooled is not None else []
+    num_logprobs = sum(len(one.token_ids) for one in positions) + sum(len(one.token_ids) for one in prompts)
+    return num_logprobs + sum(len(one.values) for one in pooled)
 
 
 def output_columns(others: list[EngineCoreOutput], stats: EngineStats) -> OutputColumns:

@@ -67,6 +67,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ranks: np.ndarray  # likewise, int32; 1 is the most likely
 
 
+class PooledPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """The pooled hidden states of a prompt, sent with the step that computes its last token."""
+
+    row: int
+    values: FloatArray  # [hidden_size]
+
+
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
     """The output of one request in one step. The last one of a request has a finish reason (or an error)."""
 
@@ -80,6 +87,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     error: WireError | None = None
     prompt_logprobs: PromptLogprobs | None = None  # once, with the first new token
+    pooled: PooledPrompt | None = None  # likewise
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -128,6 +136,7 @@ class OutputColumns(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=Tr
     stats: EngineStats
     prompt_logprobs: list[PromptLogprobs] = []  # of rows in `rows`; of those that ended it is in `others`
     num_gained: np.ndarray | None = None  # [num_rows] int32: new tokens of each row
+    pooled: list[PooledPrompt] = []  # as `prompt_logprobs`
 
     @property
     def is_empty(self) -> bool:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ringcore.params.sampling_params import SamplingParams
-from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
+from ringcore.protocol.requests import PooledPrompt, PromptLogprobs, TokenLogprobs
 from ringcore.protocol.stored_kv import KVTransfers
 
 __all__ = [
@@ -104,6 +104,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     row_errors: list[RowError] = []
     prompt_logprobs: list[PromptLogprobs] = []  # of rows that asked and whose prompt ends in this step
     num_gained: np.ndarray | None = None  # [num_sampled] int32: tokens of each, 1 to its `max_gained`; None: num_steps
+    pooled: list[PooledPrompt] = []  # as `prompt_logprobs`
 
 
 class PendingOutput(Protocol):

@@ -44,7 +44,7 @@ class LoadingRequests:
         """Whether the request, which is not in the queue, waits from now on for a load of what a store has after
         `prefix`. There is a store. A request waits once before each start: what is evicted meanwhile is computed.
         """
-        if request.has_loaded or request.wants_prompt_logprobs:
+        if request.has_loaded or request.needs_whole_prompt:
             return False
         kv_cache, tokens = self._running.kv_cache, np.asarray(request.tokens)
         num_blocks = kv_cache.blocks_needed(request.num_tokens_to_hold)

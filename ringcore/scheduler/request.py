@@ -11,6 +11,7 @@ from ringcore.params.outputs import FinishReason
 from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineCoreRequest,
+    PooledPrompt,
     PromptLogprobs,
     StartedRequest,
     TokenLogprobs,
@@ -152,9 +153,12 @@ class Request:
         return None, None
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether its prompt logprobs are still due: they come with its first sampled token."""
-        return self.sampling_params.prompt_logprobs is not None and len(self.tokens) == self.num_prompt_tokens
+    def needs_whole_prompt(self) -> bool:
+        """Whether every position of its prompt must be computed, for prompt logprobs or the mean of its hidden states:
+        these come with its first sampled token."""
+        params = self.sampling_params
+        is_asked = params.prompt_logprobs is not None or params.pooling == "mean"
+        return is_asked and len(self.tokens) == self.num_prompt_tokens
 
     def to_started(self) -> StartedRequest:
         """The message to the front end that the request has started in its row."""
@@ -173,6 +177,7 @@ class Request:
         stop_reason: int | None = None,
         error: WireError | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        pooled: PooledPrompt | None = None,
     ) -> EngineCoreOutput:
         return EngineCoreOutput(
             request_id=self.request_id,
@@ -185,6 +190,7 @@ class Request:
             num_preemptions=self.num_preemptions,
             error=error,
             prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
         )
 
     def check(self) -> None:

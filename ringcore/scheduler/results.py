@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ringcore.protocol.requests import EngineCoreOutput, PromptLogprobs, TokenLogprobs
+from ringcore.protocol.requests import EngineCoreOutput, PooledPrompt, PromptLogprobs, TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.scheduler.failures import failure, row_error
@@ -19,6 +19,7 @@ from ringcore.scheduler.stop_tokens import StopTokens
 __all__ = ["StepResults", "apply_output"]
 
 _ALL = slice(None)
+_OfPrompt = TypeVar("_OfPrompt", PromptLogprobs, PooledPrompt)
 
 
 class StepResults(NamedTuple):
@@ -31,6 +32,7 @@ class StepResults(NamedTuple):
     logprobs: list[TokenLogprobs | None] | None  # [num_tokens]
     failed: list[tuple[int, str]]  # positions of failed requests, and the worker's messages
     prompt_logprobs: list[PromptLogprobs]  # of some of `rows`
+    pooled: list[PooledPrompt]  # likewise
 
     def ends(
         self, running: RunningTable, stop_tokens: StopTokens
@@ -78,17 +80,20 @@ class StepResults(NamedTuple):
                     logprobs=self._logprobs_of(index, count),
                     finish_reason=finish_reason,
                     stop_reason=stop_reason,
-                    prompt_logprobs=self._prompt_logprobs_of(request),
+                    prompt_logprobs=_of_row(self.prompt_logprobs, request.row),
+                    pooled=_of_row(self.pooled, request.row),
                 )
         return None
 
-    def _prompt_logprobs_of(self, request: Request) -> PromptLogprobs | None:
-        return next((one for one in self.prompt_logprobs if one.row == request.row), None)
-
-    def prompt_logprobs_without(self, others: list[EngineCoreOutput]) -> list[PromptLogprobs]:
-        """The prompt logprobs that are not in these last outputs."""
-        reported = {id(output.prompt_logprobs) for output in others}
-        return [one for one in self.prompt_logprobs if id(one) not in reported]
+    def prompts_without(self, others: list[EngineCoreOutput]) -> tuple[list[PromptLogprobs], list[PooledPrompt]]:
+        """What is of prompts, and not in these last outputs."""
+        if not self.prompt_logprobs and not self.pooled:
+            return [], []
+        reported = {id(output.prompt_logprobs) for output in others} | {id(output.pooled) for output in others}
+        return (
+            [one for one in self.prompt_logprobs if id(one) not in reported],
+            [one for one in self.pooled if id(one) not in reported],
+        )
 
     def _logprobs_of(self, index: int, num_tokens: int) -> list[TokenLogprobs] | None:
         """The logprobs of the first num_tokens tokens of one request, if it asked for any."""
@@ -115,7 +120,8 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
         running.confirmed += step.num_steps
         if step.max_gained is not None:
             running.confirm_gains(_ALL, step.max_gained, spans.per_row)
-        return StepResults(_ALL, step.rows, output.token_ids, spans, output.logprobs, [], output.prompt_logprobs)
+        prompts = output.prompt_logprobs, output.pooled
+        return StepResults(_ALL, step.rows, output.token_ids, spans, output.logprobs, [], *prompts)
     positions = running.positions_of_runs(step.rows, step.runs)
     alive = positions >= 0
     erring = np.isin(step.rows, [error.row for error in output.row_errors])
@@ -133,7 +139,12 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
         running.confirm_gains(here, max_gained[kept], spans.per_row)
     rows = step.rows[alive & sampled]
     prompt_logprobs = output.prompt_logprobs and [one for one in output.prompt_logprobs if one.row in rows]
-    return StepResults(here, rows, token_ids, spans, logprobs, failed, prompt_logprobs)
+    pooled = output.pooled and [one for one in output.pooled if one.row in rows]
+    return StepResults(here, rows, token_ids, spans, logprobs, failed, prompt_logprobs, pooled)
+
+
+def _of_row(found: list[_OfPrompt], row: int | None) -> _OfPrompt | None:
+    return next((one for one in found if one.row == row), None)
 
 
 def _kept(

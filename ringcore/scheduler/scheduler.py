@@ -232,7 +232,7 @@ class Scheduler:
         results = apply_output(step, model_output, self._table)
         self._table.append_tokens(results.positions, results.token_ids, results.spans)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
-        prompt_logprobs = results.prompt_logprobs_without(others) if results.prompt_logprobs else []
+        prompt_logprobs, pooled = results.prompts_without(others)
         self._finish(ended)
         if self._running.release_windows():
             self._starter.may_start = True
@@ -240,7 +240,7 @@ class Scheduler:
             self._end_trial_at_its_target(self._quarantine.on_trial)
         left, started = results.without(indices), self._starter.take_started()
         columns = started, left.rows, left.token_ids, left.logprobs, others, self.stats(), prompt_logprobs
-        return OutputColumns(*columns, left.spans.counts)
+        return OutputColumns(*columns, left.spans.counts, pooled)
 
     # The parts of a step.
 

@@ -122,15 +122,15 @@ class Starter:
             return False
         if not self.start(request, prefix, plan):
             return False
-        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.wants_prompt_logprobs:
+        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.needs_whole_prompt:
             self.num_prefix_hit_tokens += prefix.num_computed_tokens
             self.num_prefix_query_tokens += len(request.tokens)
         return True
 
     def _find_cached_prefix(self, request: Request) -> CachedPrefix:
-        """No hit for a request with prompt logprobs due: these need every position computed."""
+        """No hit for a request that needs every position of its prompt computed."""
         kv_cache = self._running.kv_cache
-        return kv_cache.no_prefix() if request.wants_prompt_logprobs else kv_cache.find_cached_prefix(request)
+        return kv_cache.no_prefix() if request.needs_whole_prompt else kv_cache.find_cached_prefix(request)
 
     def _max_chunk_tokens(self, num_tokens: int) -> int:
         threshold = self._config.long_prefill_token_threshold

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
@@ -23,13 +21,16 @@ from ringcore.openai_api.completions import Completions
 from ringcore.openai_api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ringcore.serve.browser_gate import BrowserGate
 from ringcore.serve.chat_page import add_chat_page
-from ringcore.serve.errors import add_error_handlers, json_response
+from ringcore.serve.embeddings import add_embeddings
+from ringcore.serve.errors import Described, add_error_handlers, described, json_response
 from ringcore.serve.generation import generate
 from ringcore.serve.limits import Gate
+from ringcore.serve.messages import add_messages
 from ringcore.serve.methods import Methods
 from ringcore.serve.monitoring import add_monitoring
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.otlp import TraceContext
+from ringcore.serve.responses import add_responses
 from ringcore.serve.service import Service
 from ringcore.serve.streaming import while_connected
 from ringcore.serve.tokens import detokenize, tokenize
@@ -37,15 +38,13 @@ from ringcore.version import __version__
 
 __all__ = ["create_app"]
 
-_Described = dict[int | str, dict[str, Any]]
-
 
 def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> FastAPI:
     """An ASGI application that serves `engine`, which must be started; the caller closes it."""
     options = options or ServiceOptions()
     service = Service(engine, options)
     # Without FastAPI's own documentation pages, which load scripts from a CDN.
-    errors: _Described = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+    errors: Described = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
     app = FastAPI(title="ringcore", version=__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service
     _add_middleware(app, options)
@@ -53,6 +52,9 @@ def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> 
         app.add_middleware(TraceContext)
     add_error_handlers(app)
     _add_generation(app, service)
+    add_responses(app, service)
+    add_messages(app, service)
+    add_embeddings(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
     add_monitoring(app, service)
@@ -81,28 +83,23 @@ def _add_middleware(app: FastAPI, options: ServiceOptions) -> None:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses=_described(CompletionResponse, "text/event-stream"))
+    @app.post("/v1/completions", responses=described(CompletionResponse, "text/event-stream"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check_started()
         return await generate(service, Completions(service.model, body), body.stream, request.receive)
 
-    @app.post("/v1/chat/completions", responses=_described(ChatCompletionResponse, "text/event-stream"))
+    @app.post("/v1/chat/completions", responses=described(ChatCompletionResponse, "text/event-stream"))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         service.check_started()
         return await generate(service, Chat(service.model, body), body.stream, request.receive)
 
 
-def _described(answer: Any, *media_types: str) -> _Described:
-    """For the OpenAPI document only: responses are not validated against it."""
-    return {200: {"model": answer, "content": {media_type: {} for media_type in media_types}}}
-
-
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", responses=_described(TokensResponse))
+    @app.post("/tokenize", responses=described(TokensResponse))
     async def tokenize_(body: TokenizeRequest, request: Request) -> Response:
         return json_response(await while_connected(request.receive, tokenize(service, body)))
 
-    @app.post("/detokenize", responses=_described(TextResponse))
+    @app.post("/detokenize", responses=described(TextResponse))
     async def detokenize_(body: DetokenizeRequest, request: Request) -> Response:
         return json_response(await while_connected(request.receive, detokenize(service, body)))
 
@@ -119,10 +116,10 @@ def _add_models(app: FastAPI, service: Service) -> None:
             max_model_len=service.model.max_model_len,
         )
 
-    @app.get("/v1/models", responses=_described(ModelList))
+    @app.get("/v1/models", responses=described(ModelList))
     async def models() -> Response:
         return json_response({"object": "list", "data": [card(name) for name in service.model_names]})
 
-    @app.get("/v1/models/{name:path}", responses=_described(ModelCard))
+    @app.get("/v1/models/{name:path}", responses=described(ModelCard))
     async def model(name: str) -> Response:
         return json_response(card(service.model.name(name)))

@@ -38,7 +38,7 @@ class BrowserGate:
             host = self._check_host(headers, scope)
             self._check_origin(headers, scope, host)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""Error responses, in the form of OpenAI's API."""
+"""JSON responses; errors have the form of the API that a path belongs to."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from ringcore.anthropic_api.errors import error_body
 from ringcore.errors import RingcoreError
 from ringcore.openai_api.errors import ApiError, api_error_of, invalid_body
 
-__all__ = ["add_error_handlers", "error_response", "json_response"]
+__all__ = ["Described", "add_error_handlers", "described", "error_response", "json_response"]
+
+Described = dict[int | str, dict[str, Any]]  # responses of an endpoint, by status
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
+_ANTHROPIC = "/v1/messages/"  # paths below it
+
+
+def described(answer: Any, *media_types: str) -> Described:
+    """For the OpenAPI document only: responses are not validated against it."""
+    return {200: {"model": answer, "content": {media_type: {} for media_type in media_types}}}
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
+def error_response(error: ApiError, path: str) -> Response:
+    """path: of the request."""
+    is_anthropic = f"{path}/".startswith(_ANTHROPIC)
+    return json_response(error_body(error) if is_anthropic else error.body(), error.status, error.headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -38,7 +49,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return error_response(api_error_of(error))
+    return error_response(api_error_of(error), request.url.path)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
@@ -46,10 +57,12 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     type_ = _INVALID if error.status_code < HTTPStatus.INTERNAL_SERVER_ERROR else _SERVER
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(ApiError(error.status_code, message, type_, headers=dict(error.headers or {})))
+    told = ApiError(error.status_code, message, type_, headers=dict(error.headers or {}))
+    return error_response(told, request.url.path)
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     """FastAPI's paths begin with the part of the request, which is the body."""
     assert isinstance(error, RequestValidationError)
-    return error_response(invalid_body([{**finding, "loc": finding["loc"][1:]} for finding in error.errors()]))
+    told = invalid_body([{**finding, "loc": finding["loc"][1:]} for finding in error.errors()])
+    return error_response(told, request.url.path)

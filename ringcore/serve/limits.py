@@ -50,7 +50,7 @@ class Gate:
             self._check_length(headers)
             body = await self._read_body(receive)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         if body is not None:
             await self._app(scope, _replayed(body, receive), send)
@@ -71,13 +71,15 @@ class Gate:
         if not self._keys:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not key:  # as Anthropic's clients send it
+            scheme, key = "bearer", headers.get("x-api-key", "")
         given = _digest(key.strip().encode(errors="replace"))
         # Constant time: comparing the digests of all keys reveals nothing about a key or its length.
         matches = [hmac.compare_digest(given, digest) for digest in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(
                 HTTPStatus.UNAUTHORIZED,
-                "no valid API key; send one of the service's keys as 'Authorization: Bearer KEY'",
+                "no valid API key; send one of the service's keys as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -19,7 +19,7 @@ def _option(default: Any, doc: str) -> Any:
 
 _COUNTS = (
     "max_body_bytes", "max_n", "max_concurrent_requests", "max_connections", "max_header_bytes",
-    "max_batch_file_bytes", "max_batch_dir_bytes", "max_batch_requests_in_flight",
+    "max_batch_file_bytes", "max_batch_dir_bytes", "max_batch_requests_in_flight", "max_stored_response_bytes",
 )  # fmt: skip
 
 
@@ -56,6 +56,12 @@ class ServiceOptions:
     trust_request_chat_template: bool = _option(
         False, "a chat request may bring its own chat_template, which runs in the tokenizer's sandbox"
     )
+    max_stored_responses: int = _option(
+        1000, "responses of /v1/responses that are kept for later requests; 0 keeps none"
+    )
+    max_stored_response_bytes: int = _option(
+        64 << 20, "of all stored responses with their conversations; the least recently used ones make room"
+    )
     batch_dir: str | None = _option(None, "a folder for files and batches; without it there is no /v1/batches")
     max_batch_file_bytes: int = _option(200 << 20, "the largest file that may be uploaded")
     max_batch_dir_bytes: int = _option(10 << 30, "of all uploaded files and results; beyond, an upload is answered 413")
@@ -75,6 +81,7 @@ class ServiceOptions:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             self._check_integer(name)
+        self._check_integer("max_stored_responses", least=0)
         if self.max_connections_per_peer is not None:
             self._check_integer("max_connections_per_peer")
         for name in ("body_timeout_s", "header_timeout_s", "keep_alive_timeout_s", "send_timeout_s"):
@@ -100,10 +107,10 @@ class ServiceOptions:
                 raise _bad(option, getattr(self, option), "give 'auto', None or the name of a format")
         choose_format(None, self.tool_call_parser, self.reasoning_parser)
 
-    def _check_integer(self, name: str) -> None:
+    def _check_integer(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise _bad(name, value, "give an integer of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise _bad(name, value, f"give an integer of at least {least}")
 
     @classmethod
     def bounds(cls) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,12 +16,11 @@ from ringcore.errors import RingcoreError
 from ringcore.openai_api.errors import ApiError, api_error_of
 from ringcore.openai_api.served_model import Emit
 
-__all__ = ["ClientLeftError", "EventStream", "while_connected"]
+__all__ = ["ClientLeftError", "EventForm", "EventStream", "while_connected"]
 
 T = TypeVar("T")
 
 _CLIENT_CLOSED_REQUEST = 499
-_DONE = b"data: [DONE]\n\n"
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -51,6 +51,23 @@ async def _client_leaves(receive: Receive) -> None:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class EventForm:
+    """How the events of a stream are written; by default as OpenAI's completions are.
+
+    error: the value of an event that tells of an error. is_named: the `type` of each value is the name of its event.
+    end: what follows the last event.
+    """
+
+    error: Callable[[ApiError], Any] = ApiError.body
+    is_named: bool = False
+    end: bytes = b"data: [DONE]\n\n"
+
+    def event(self, value: Any) -> bytes:
+        data = b"data: " + msgspec.json.encode(value) + b"\n\n"
+        return b"event: " + value["type"].encode() + b"\n" + data if self.is_named else data
+
+
 class EventStream(Response):
     """Sends what `produce` emits as server-sent events, until the client disconnects.
 
@@ -59,20 +76,20 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, produce: Callable[[Emit], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, produce: Callable[[Emit], Coroutine[Any, Any, None]], form: EventForm) -> None:
         super().__init__()
-        self._produce = produce
+        self._produce, self._form = produce, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientLeftError):
-            await while_connected(receive, _Events(send).run(self._produce))
+            await while_connected(receive, _Events(send, self._form).run(self._produce))
 
 
 class _Events:
     """The events of one response. Several tasks may emit: events are not interleaved, and the head is sent first."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, form: EventForm) -> None:
+        self._send, self._form = send, form
         self._send_lock = asyncio.Lock()
         self._is_started = False
 
@@ -82,7 +99,7 @@ class _Events:
         except Exception as error:
             if not self._is_started:
                 raise
-            await self._emit(api_error_of(error).body())
+            await self._emit(self._form.error(api_error_of(error)))
             await self._end()
             if not isinstance(error, RingcoreError | ApiError):
                 raise  # our bug: the server logs it
@@ -90,7 +107,7 @@ class _Events:
         await self._end()
 
     async def _emit(self, value: Any) -> None:
-        event = b"data: " + msgspec.json.encode(value) + b"\n\n"
+        event = self._form.event(value)
         async with self._send_lock:  # back-pressure: waits for a slow client, while the front end merges outputs
             if not self._is_started:
                 self._is_started = True
@@ -98,4 +115,4 @@ class _Events:
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def _end(self) -> None:
-        await self._send({"type": "http.response.body", "body": _DONE, "more_body": False})
+        await self._send({"type": "http.response.body", "body": self._form.end, "more_body": False})

@@ -13,10 +13,11 @@ from ringcore.errors import InvalidRequestError
 from ringcore.host.resources import process_usage, resident_bytes
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol.codec import int_array
-from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
+from ringcore.protocol.requests import TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
 from ringcore.protocol.stored_kv import LevelCounts, LoadReport
+from ringcore.testing.fake_prompts import FakePrompts
 from ringcore.testing.fake_rows import FakeRows
 from ringcore.testing.fake_store import FakeStore
 from ringcore.testing.hardware import Hardware, kv_cache_spec, memory_table
@@ -59,7 +60,7 @@ class FakeWorker(TracedWorker):
         self._num_steps = self._num_tokens = 0
         self._store = FakeStore()
         self._num_logprobs: dict[int, int] = {}  # by row, of requests with logprobs
-        self._prompts: dict[int, tuple[int, np.ndarray]] = {}  # by row, pending prompt logprobs: number and prompt
+        self._prompts = FakePrompts(config.model.spec.vocab_size)
 
     @rpc(scope="engine")
     def init_device(self) -> None:
@@ -197,27 +198,25 @@ class FakeWorker(TracedWorker):
             good = rows != failing
             sampled, spans = sampled[spans.repeat(good)], spans.kept(good)
             rows, all_sample = rows[good], False
-            self._prompts.pop(failing, None)
+            self._prompts.forget(failing)
         return ModelRunnerOutput(
             step=step.step,
             rows=None if all_sample else int_array(rows),
             token_ids=sampled,
             logprobs=self._logprobs(rows, spans, sampled),
             row_errors=errors,
-            prompt_logprobs=self._prompt_logprobs(rows) if self._prompts else [],
+            prompt_logprobs=self._prompts.logprobs(rows),
             num_gained=None if spans.counts is None else int_array(spans.counts),
+            pooled=self._prompts.pooled(rows),
         )
 
     def _note(self, request: NewRequest) -> None:
         self._tokens.start(request)
         self._num_logprobs.pop(request.row, None)
-        self._prompts.pop(request.row, None)
+        self._prompts.note(request)
         params = request.sampling_params
         if params.logprobs is not None:
             self._num_logprobs[request.row] = self._num_asked(params.logprobs)
-        if params.prompt_logprobs is not None and len(request.token_ids) == request.num_prompt_tokens:
-            assert request.num_cached_tokens == 0, f"row {request.row}: prompt logprobs with a prefix cache hit"
-            self._prompts[request.row] = self._num_asked(params.prompt_logprobs), request.token_ids
 
     def _num_asked(self, num_logprobs: int) -> int:
         return self.config.model.spec.vocab_size if num_logprobs == -1 else num_logprobs
@@ -257,20 +256,6 @@ class FakeWorker(TracedWorker):
             self._token_logprobs(token, self._num_logprobs[row], vocab_size) if row in self._num_logprobs else None
             for row, token in zip(spans.repeat(rows).tolist(), sampled.tolist(), strict=True)
         ]
-
-    def _prompt_logprobs(self, rows: np.ndarray) -> list[PromptLogprobs]:
-        """Uniform prompt logprobs of the requests in `rows` that sample their first token."""
-        vocab_size, computed = self.config.model.spec.vocab_size, []
-        for row in rows.tolist():
-            if row not in self._prompts:
-                continue
-            count, prompt = self._prompts.pop(row)
-            top = np.arange(count, dtype=np.int32)
-            token_ids = np.hstack([prompt[1:, None], (prompt[1:, None] + top) % vocab_size])
-            ranks = np.broadcast_to(np.concatenate([[1], 1 + top]), token_ids.shape)
-            logprobs = np.full(token_ids.size, -math.log(vocab_size), np.float32)
-            computed.append(PromptLogprobs(row, count, int_array(token_ids), logprobs, int_array(ranks)))
-        return computed
 
     def _token_logprobs(self, token: int, num_top: int, vocab_size: int) -> TokenLogprobs:
         top = [(token + i) % vocab_size for i in range(num_top)]

@@ -62,7 +62,7 @@ WRONG = {
     "type": (400, "temperature", "valid number"),
     "long": (400, "prompt", "max_model_len"),
     "streamed": (400, "stream", "not in a batch"),
-    "embedded": (400, "url", "no embeddings"),
+    "embedded": (400, "url", "no part of a batch"),
     "elsewhere": (400, "url", "/v1/chat/completions"),
     "got": (400, "method", "POST"),
 }

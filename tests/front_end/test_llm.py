@@ -12,6 +12,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 from documented import python_blocks
 from fake_engine import KILLS_ONCE, ROW_FAILS, SLOW, FakeMultiproc, expected, make_model_folder
@@ -28,6 +29,7 @@ from ringcore.errors import (
     UnknownOptionError,
     WorkerError,
 )
+from ringcore.testing.fake_prompts import POOLED_SIZE
 
 OPTIONS = {"load_format": "dummy", "executor": FakeMultiproc, "max_model_len": 128, "block_size": 8}
 
@@ -409,3 +411,33 @@ def test_a_script_without_a_main_guard(folder, tmp_path, end):
         assert time.monotonic() < deadline, "a process outlived its script"
         time.sleep(0.02)
     assert [p.name for p in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_embeddings(llm):
+    """Of prompts that share a prefix, in one step and beside others; the fake worker's states tell their tokens."""
+    prompts = [[97] * 8 + [98], [97] * 8 + [99, 99]]
+    last = np.eye(POOLED_SIZE, dtype=np.float32)
+    for _ in range(2):  # the second time with cached blocks
+        means = llm.embed(prompts, "mean", normalize=False)
+        assert means[0] == pytest.approx((8 * last[97 % POOLED_SIZE] + last[98 % POOLED_SIZE]) / 9)
+        assert means[1] == pytest.approx((8 * last[97 % POOLED_SIZE] + 2 * last[99 % POOLED_SIZE]) / 10)
+        lasts = llm.embed(prompts)
+        assert [one.tolist() for one in lasts] == [last[98 % POOLED_SIZE].tolist(), last[99 % POOLED_SIZE].tolist()]
+    (unit,) = llm.embed("ab", "mean")
+    assert (unit.dtype, np.linalg.norm(unit)) == (np.float32, pytest.approx(1))
+
+
+def test_a_pooled_prompt_beside_tokens(llm):
+    params = [SamplingParams(max_tokens=3, pooling="last", n=2), SamplingParams(max_tokens=3)]
+    asked, other = llm.generate(["ab", "ab"], params)
+    assert asked.pooled.tolist() == np.eye(POOLED_SIZE)[ord("b") % POOLED_SIZE].tolist()
+    assert [one.text for one in asked.outputs] == [other.outputs[0].text] * 2
+    assert other.pooled is None
+    streamed = [output.pooled is not None for output in llm.stream("ab", params[0], by="token")]
+    assert streamed
+    assert all(streamed)
+
+
+def test_a_pooling_that_there_is_not():
+    with pytest.raises(InvalidRequestError, match="pooling='max': give one of last, mean"):
+        SamplingParams(pooling="max")

@@ -48,6 +48,15 @@ def test_of_a_prompt_in_chunks_after_its_last():
     assert prompts_told(engine, "a") == [True]
 
 
+@pytest.mark.parametrize(("pooling", "num_tokens"), [("mean", len(A)), ("last", 1)])
+def test_a_mean_reads_nothing_cached(pooling, num_tokens):
+    engine = Driver(num_blocks=20)
+    engine.add("warm", A, max_tokens=1)
+    engine.drain()
+    engine.add("a", A, max_tokens=1, pooling=pooling)
+    assert engine.step() == {0: num_tokens}
+
+
 def test_it_reads_nothing_cached_and_is_found_by_others():
     engine = Driver(num_blocks=20)
     engine.add("warm", A, max_tokens=1)

@@ -25,6 +25,7 @@ WEATHER = {
 TIME = {"type": "function", "function": {"name": "get_time"}}
 CALL = "<tool_call>\n" + json.dumps({"name": "get_weather", "arguments": ARGUMENTS}) + "\n</tool_call>"
 TIME_CALL = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+BROKEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": ]}}\n</tool_call>'
 LLAMA_CALL = json.dumps({"name": "get_weather", "parameters": ARGUMENTS})
 
 

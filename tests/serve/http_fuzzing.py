@@ -27,11 +27,47 @@ COMMON = {
     "cache_salt": "s",
     "ignore_eos": True,
 }
+BLOCKS = [
+    {"type": "thinking", "thinking": "a", "signature": "b"},
+    {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}},
+]
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "d"}]}
+MESSAGE = {
+    "max_tokens": 4,
+    "system": "a",
+    "messages": [{"role": "assistant", "content": BLOCKS}, {"role": "user", "content": [RESULT]}],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "none"},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+}
+ITEMS = [
+    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "b"},
+    {"role": "user", "content": [{"type": "input_text", "text": "d"}]},
+]
+RESPONSE = {
+    "input": ITEMS,
+    "instructions": "a",
+    "max_output_tokens": 4,
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": "none",
+    "reasoning": {"effort": "low"},
+}
 GOOD = [
     ("/v1/completions", {**COMMON, "prompt": ["ab", "cd"], "logprobs": 1, "echo": True}),
     ("/v1/completions", {**COMMON, "prompt": [1, 2, 3], "stream": True, "stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", {**COMMON, "messages": MESSAGES, "tools": [TOOL], "tool_choice": "none"}),
     ("/v1/chat/completions", {**COMMON, "messages": MESSAGES, "stream": True, "chat_template_kwargs": {"a": 1}}),
+    ("/v1/responses", RESPONSE),
+    ("/v1/responses", {**RESPONSE, "stream": True, "text": {"format": {"type": "text"}}, "previous_response_id": None}),
+    ("/v1/embeddings", {"input": ["ab", "c"], "pooling": "mean", "encoding_format": "base64"}),
+    ("/v1/embeddings", {"input": [[97, 98], [99]], "normalize": False}),
+    ("/v1/score", {"text_1": ["ab"], "text_2": ["c", "d"]}),
+    ("/v1/rerank", {"query": "ab", "documents": ["c", "d"], "top_n": 1}),
+    ("/v1/messages", MESSAGE),
+    ("/v1/messages", {**MESSAGE, "stream": True, "stop_sequences": ["x"], "top_k": 4}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGE["messages"]}),
     ("/tokenize", {"prompt": "abc", "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGES}),
     ("/detokenize", {"tokens": [97, 98]}),

@@ -6,7 +6,19 @@ import json
 
 import openai
 import pytest
-from chat_answers import ARGUMENTS, CALL, LLAMA_CALL, TIME, TIME_CALL, WEATHER, ask, ask_all, client_of, streaming
+from chat_answers import (
+    ARGUMENTS,
+    BROKEN,
+    CALL,
+    LLAMA_CALL,
+    TIME,
+    TIME_CALL,
+    WEATHER,
+    ask,
+    ask_all,
+    client_of,
+    streaming,
+)
 from echo_model import HERMES_MARKS, LLAMA_MARKS, serve_echo
 from engine_spy import seen_requests
 
@@ -69,9 +81,6 @@ def test_arguments_stream_in_pieces(hermes):
 def test_what_is_no_call_is_content(hermes, stream, said):
     got = ask(hermes, said, stream=stream, tools=[WEATHER])
     assert (got.content, got.calls, got.finish_reason) == (said, [], "stop")
-
-
-BROKEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": ]}}\n</tool_call>'
 
 
 def test_a_call_that_breaks_off_is_content(hermes):

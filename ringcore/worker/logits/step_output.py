@@ -12,6 +12,7 @@ from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import TokenLogprobs
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput, RowError
+from ringcore.worker.logits.pooled_prompts import LaunchedPooledPrompt
 from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
 
 __all__ = ["SampledRows", "make_output"]
@@ -24,6 +25,7 @@ class SampledRows(NamedTuple):
     token_ids: np.ndarray  # [num_tokens] int32: row-major; one of each row unless `num_gained` says otherwise
     logprobs: list[TokenLogprobs | None] | None  # [num_tokens]
     prompt_logprobs: Sequence[LaunchedPromptLogprobs] = ()  # of prompts whose last chunk this step computed
+    pooled: Sequence[LaunchedPooledPrompt] = ()  # likewise
     num_gained: np.ndarray | None = None  # [n]: tokens of each row; None: one each
 
 
@@ -55,4 +57,5 @@ def make_output(
         list(errors.values()),
         [one.result() for sampled in steps for one in sampled.prompt_logprobs if one.row not in errors],
         None if spans.counts is None else int_array(spans.counts),
+        [one.result() for sampled in steps for one in sampled.pooled if one.row not in errors],
     )

@@ -13,7 +13,7 @@ __all__ = ["BatchOrder"]
 
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
-    """A row decodes if it has one uncomputed token, which the step computes."""
+    """A row decodes if it has one uncomputed token, which the step computes, and nothing needs its hidden state."""
 
     scheduled: np.ndarray  # [n] int32: decoding rows first
     counts: np.ndarray | None  # [n] int32: tokens of each; None: one
@@ -21,9 +21,14 @@ class BatchOrder:
     inverse: np.ndarray | None  # [n]: the batch index of each row of the message; None: the same order
 
     @classmethod
-    def of(cls, rows: RequestRows, scheduled: np.ndarray, counts: np.ndarray | None) -> BatchOrder:
-        """Of a message's rows [n], before the step's tokens are counted as computed."""
+    def of(
+        cls, rows: RequestRows, scheduled: np.ndarray, counts: np.ndarray | None, is_prompt: np.ndarray | None = None
+    ) -> BatchOrder:
+        """Of a message's rows [n], before the step's tokens are counted as computed. is_prompt: [max_num_seqs] bool,
+        rows that do not decode."""
         is_decode = rows.num_computed_tokens[scheduled] + 1 == rows.num_tokens[scheduled]
+        if is_prompt is not None:
+            is_decode &= ~is_prompt[scheduled]
         if counts is not None:
             is_decode &= counts == 1
         num_decodes = int(np.count_nonzero(is_decode))

@@ -100,7 +100,7 @@ class DeviceLauncher(StepLauncher):
     def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> DeviceStep:
         self._stages.adjustments.report_failed(scheduled, errors)
         self._port.await_tokens(scheduled)
-        order = BatchOrder.of(self._stages.rows, scheduled, counts)
+        order = BatchOrder.of(self._stages.rows, scheduled, counts, self._stages.pooled_prompts.is_pending)
         if self._decode is not None and order.num_decodes == len(scheduled):
             step = self._launch_decode(self._decode, scheduled, errors)
         else:
@@ -173,6 +173,7 @@ class DeviceLauncher(StepLauncher):
         hidden = self._stages.paged.forward_batch(inputs, batch) if graphs is None else graphs.forward(inputs, batch)
         computed = began and now_ns()
         self._stages.prompt_logprobs.take(hidden, batch, scheduled, rows)
+        self._stages.pooled_prompts.take(hidden, batch, scheduled, rows)
         rows.advance(scheduled, order.counts)
         is_sampling = np.isin(scheduled, batch.sample_rows)
         here = is_sampling & self._stages.paged.model.stage.is_last
@@ -194,6 +195,7 @@ class DeviceLauncher(StepLauncher):
             errors=errors,
             is_adjusted=samples.is_adjusted,
             prompt_logprobs=self._stages.prompt_logprobs.finished(scheduled, rows),
+            pooled=self._stages.pooled_prompts.finished(scheduled, rows),
         )
 
     def _gather(self, order: BatchOrder) -> tuple[InputBatch, torch.Tensor]:

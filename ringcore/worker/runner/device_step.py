@@ -11,6 +11,7 @@ import torch
 from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
 from ringcore.model_executor.sampler import PendingLogprobs
 from ringcore.protocol.steps import RowError
+from ringcore.worker.logits.pooled_prompts import LaunchedPooledPrompt
 from ringcore.worker.logits.prompt_logprobs import LaunchedPromptLogprobs
 from ringcore.worker.logits.result_ring import ResultRing
 from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT
@@ -39,6 +40,7 @@ class DeviceStep:
     errors: dict[int, RowError]  # of the whole message, by row
     is_adjusted: bool  # whether any row's logits were adjusted before sampling
     prompt_logprobs: Sequence[LaunchedPromptLogprobs]
+    pooled: Sequence[LaunchedPooledPrompt] = ()
     words: np.ndarray | None = None  # [n] int32: the result ring's words; None: not read yet
 
     def done(self) -> bool:
@@ -54,7 +56,7 @@ class DeviceStep:
             found = self.logprobs.result()
             logprobs = [found[index] for index in self.sampling.argsort().argsort().tolist()]
         token_ids = self.words[self.sampling] & ~_FLAGS
-        return SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs)
+        return SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs, self.pooled)
 
 
 class StepReader:

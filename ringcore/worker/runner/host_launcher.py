@@ -78,12 +78,15 @@ class HostLauncher(StepLauncher):
         computed = began and now_ns()
         self._isolate_non_finite(batch, scheduled, counts, hidden, errors)
         stages.prompt_logprobs.take(hidden, batch, scheduled, stages.rows)
+        stages.pooled_prompts.take(hidden, batch, scheduled, stages.rows)
         stages.rows.advance(scheduled, counts)
         stages.adjustments.report_failed(scheduled, errors)
         sampled = self._end(batch, hidden, errors)
         if began:
             tracer.record((COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows)))
-        return HostStep(sampled._replace(prompt_logprobs=stages.prompt_logprobs.finished(scheduled, stages.rows)))
+        prompt_logprobs = stages.prompt_logprobs.finished(scheduled, stages.rows)
+        pooled = stages.pooled_prompts.finished(scheduled, stages.rows)
+        return HostStep(sampled._replace(prompt_logprobs=prompt_logprobs, pooled=pooled))
 
     def _write_tokens(self, rows: np.ndarray, positions: np.ndarray, token_ids: torch.Tensor) -> None:
         self._stages.rows.token_ids[rows, positions] = token_ids.numpy()

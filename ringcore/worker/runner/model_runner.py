@@ -12,6 +12,7 @@ from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.tracing import Tracer, now_ns
 from ringcore.tracing.kinds import APPLIED
+from ringcore.worker.logits.pooled_prompts import PooledPromptRows
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
 from ringcore.worker.logits.row_adjustments import RowAdjustments
 from ringcore.worker.logits.sampling_stage import SamplingStage
@@ -51,12 +52,24 @@ class ModelRunner:
         self.paged = PagedModel.allocate(loaded.model, config.device.attention_backend, kv_cache_config, platform)
         self.adjustments = RowAdjustments(config, device, loaded.dtype, launcher.adjustment_ops)
         prompt_logprobs = PromptLogprobRows(spec.vocab_size, loaded.model.compute_logits, self._is_output_rank)
-        # What a request asks of its tokens and logits is kept where these are.
-        listeners = (self.adjustments, prompt_logprobs) if loaded.model.stage.is_last else ()
+        pooled_prompts = PooledPromptRows(config.scheduler.max_num_seqs, self._is_output_rank)
+        # What a request asks of its tokens and logits is kept where these are. Which rows decode, and so the order of a
+        # batch, is the same in every stage.
+        of_last = (self.adjustments, prompt_logprobs) if loaded.model.stage.is_last else ()
+        listeners = (pooled_prompts, *of_last)
         self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, len(spec.eos_token_ids), listeners)
         sampling = SamplingStage(self.rows, self.adjustments, self._is_output_rank)
         self._stages = StepStages(
-            self.paged, self.rows, self.adjustments, prompt_logprobs, sampling, device, loaded.dtype, tracer, link
+            paged=self.paged,
+            rows=self.rows,
+            adjustments=self.adjustments,
+            prompt_logprobs=prompt_logprobs,
+            pooled_prompts=pooled_prompts,
+            sampling=sampling,
+            device=device,
+            dtype=loaded.dtype,
+            tracer=tracer,
+            link=link,
         )
         self.launcher = launcher(self._stages, config)
         self._kv_cache_config = kv_cache_config

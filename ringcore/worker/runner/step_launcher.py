@@ -14,6 +14,7 @@ from ringcore.config import EngineConfig
 from ringcore.distributed.pipeline import StageLink
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError
 from ringcore.tracing import Tracer
+from ringcore.worker.logits.pooled_prompts import PooledPromptRows
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
 from ringcore.worker.logits.row_adjustments import AdjustmentOps, RowAdjustments
 from ringcore.worker.logits.sampling_stage import SamplingStage
@@ -49,6 +50,7 @@ class StepStages:
     rows: RequestRows
     adjustments: RowAdjustments
     prompt_logprobs: PromptLogprobRows
+    pooled_prompts: PooledPromptRows
     sampling: SamplingStage
     device: torch.device
     dtype: str  # the model's compute dtype

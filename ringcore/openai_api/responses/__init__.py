@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: bodies, the items of a conversation, and the bounded store of answers."""
