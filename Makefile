@@ -16,10 +16,13 @@ LINTERS := lint-style lint-types lint-imports lint-documents
 
 .PHONY: setup run test chaos lint $(LINTERS) bytecode ci format clean
 
-# Most of what is installed is never imported; what is, Python compiles then and keeps.
+# uv takes a sixth of pip's time, and looks where pip is told to; what it cannot find there, pip installs. Most of what is
+# installed is never imported; what is, Python compiles then and keeps.
+UV := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS='$(PIP_FIND_LINKS)') $(BIN)/uv pip install --quiet --python $(BIN)/python
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile uv && $(UV) -c constraints.txt -e '.[dev]' || \
+		$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 setup: $(INSTALLED)

@@ -17,8 +17,8 @@ from scenarios import child_environment
 from ringcore.errors import RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 
-SHORT, LONG = 7, 200  # engines
-WARM_UP = 3
+SHORT, LONG = 5, 200  # engines
+WARM_UP = 2
 GROWTH_KB = 3 << 10
 GONE_S = 20.0
 WAIT_S = 30.0

@@ -82,7 +82,7 @@ def alone(tiny_qwen2) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("num_blocks", "num_ranks", "depth"),
-    [(ROOMY, 1, 2), (NARROW, 1, 1), (ROOMY, 2, 1), (NARROW, 2, 2)],
+    [(ROOMY, 1, 2), (NARROW, 1, 1), pytest.param(ROOMY, 2, 1, marks=pytest.mark.long_form), (NARROW, 2, 2)],
 )
 def test_the_same_tokens_as_alone(tiny_qwen2, alone, num_blocks, num_ranks, depth):
     """Every two of the three in all their combinations."""

@@ -33,6 +33,7 @@ from ringcore.errors import EngineDeadError
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
 
+@pytest.mark.long_form
 def test_in_this_process_at_depth_one(smollm2):
     def check(core):
         assert tokens(generate(core, PROMPTS, greedy(6))) == expected(6)

@@ -178,7 +178,7 @@ def test_a_prompt_that_goes_on_where_another_ended(reference, name):
     assert outputs[0][-1].num_cached_tokens >= (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.long_form), "gemma3"])
 def test_two_ranks(reference, name):
     folder, entries = reference(name)
     with make_core(folder, **(OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 2})) as core:

@@ -24,7 +24,9 @@ def expected(tiny_qwen2):
     return greedy_tokens(tiny_qwen2, PROMPTS, 16)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])  # four: each of its two KV heads is on two ranks
+@pytest.mark.parametrize(
+    "size", [1, 2, pytest.param(4, marks=pytest.mark.long_form)]
+)  # four: each of its two KV heads is on two ranks
 def test_greedy_tokens_equal_transformers(tiny_qwen2, expected, size):
     options = OPTIONS | {"executor": "uniproc" if size == 1 else "multiproc", "max_num_batched_tokens": 64}
     with make_core(tiny_qwen2, tensor_parallel_size=size, **options) as core:

@@ -138,6 +138,7 @@ def test_text():
 WRITERS = {
     "executor/child_log.py": "what a child has written that is no record",
     "host/log_forwarding.py": "records, to the parent",
+    "model_executor/reference.py": "a program whose output is its answer",
     "model_executor/models/transformers/known_types.py": "a program whose output is its answer",
     "model_executor/models/transformers/text_defaults.py": "likewise",
     "worker/checkup.py": "likewise",

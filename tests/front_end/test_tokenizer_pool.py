@@ -215,6 +215,7 @@ def test_the_queue_is_bounded(folder, make_pool):
     assert [future.result(WAIT_S).token_ids for future in waiting] == [[104, 105]] * 3
 
 
+@pytest.mark.long_form
 def test_the_queue_is_bounded_in_bytes(folder, make_pool):
     pool = make_pool(folder)
     answer(pool, LONG)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from random_trial import REQUEST, SIZES, Trial, random_trial
 
-NUM_SCHEDULES, NUM_PARTS = 800, 4
+NUM_SCHEDULES, NUM_PARTS = 480, 4
 NUM_STEPS_LONG = 1_000_000
 
 

@@ -206,6 +206,7 @@ def test_a_service_without_a_folder_has_none(folder, tmp_path):
         assert httpx.get(f"{locked.url}/v1/batches", headers={"Authorization": "Bearer key"}).status_code == 200
 
 
+@pytest.mark.long_form
 def test_a_batch_survives_the_service(folder, tmp_path):
     """Which ends in the middle of it, and begins again on the same folder."""
     options = {"batch_dir": str(tmp_path), "served_model_names": ("fake",), "max_batch_requests_in_flight": 4}
