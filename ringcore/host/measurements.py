@@ -21,8 +21,8 @@ Seconds = Mapping[str, Sequence[float]]  # by name, of as many cases
 
 
 class Measurements:
-    """A file for each key. Whoever needs one first measures, the others wait for it: all have the same seconds. A file
-    is written whole or not at all; one with other contents is measured again."""
+    """A file for each key. The process that needs one first measures, and the others wait for it: all have the same
+    seconds. A file is written whole or not at all; one with other contents is measured again."""
 
     def __init__(self, folder: Path) -> None:
         """folder: of these files alone; it need not exist."""
