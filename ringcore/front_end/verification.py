@@ -24,7 +24,7 @@ from ringcore.protocol.finding import Finding
 __all__ = ["Reference", "chi_squared_z", "compare_logprobs", "compare_tokens", "verify"]
 
 _PROGRAM = (sys.executable, "-m", "ringcore.model_executor.reference")
-_LONG = "A river that floods every spring leaves fields behind; whoever sows late counts fewer sacks in autumn. " * 8
+_LONG = "A river that floods every spring leaves fields behind; a late farmer counts fewer sacks in autumn. " * 8
 _TEXTS = ("The capital of France is", "def fibonacci(n):\n    ", "1, 2, 3, 4, 5,", _LONG)
 _NUM_TOKENS = 24
 _NUM_DRAWS = 1024

@@ -250,7 +250,7 @@ def test_what_is_wrong_is_a_400_that_names_the_field(service, fields, says):
     [
         ({}, asked("a"), 401, "authentication_error"),
         ({"x-api-key": "other"}, asked("a"), 401, "authentication_error"),
-        ({"Authorization": f"Bearer {KEY}"}, asked("a", model="claude"), 404, "not_found_error"),
+        ({"Authorization": f"Bearer {KEY}"}, asked("a", model="another"), 404, "not_found_error"),
         ({"x-api-key": KEY}, asked("x" * (5 << 20)), 413, "request_too_large"),
         ({"x-api-key": KEY, "Origin": "http://a"}, asked("a"), 403, "permission_error"),
     ],
@@ -304,4 +304,4 @@ def test_the_official_client(service):
         count = client.messages.count_tokens(model=body["model"], messages=body["messages"])
         assert count.input_tokens < whole.usage.input_tokens + whole.usage.cache_read_input_tokens
         with pytest.raises(anthropic.NotFoundError):
-            client.messages.create(**body | {"model": "claude"})
+            client.messages.create(**body | {"model": "another"})
