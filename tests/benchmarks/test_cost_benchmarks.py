@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.peers.bench_client_ringcore import BenchClient
 from benchmarks.peers.metrics_ringcore import MetricsChild
 from ringcore.testing.models import write_model_config
@@ -17,6 +19,7 @@ def test_the_load_client_reads_every_event() -> None:
     assert paced["events"] < 4 / 0.02 * 1.5
 
 
+@pytest.mark.long_form
 def test_engines_with_metrics_and_without(tmp_path: Path) -> None:
     write_model_config(tmp_path, vocab_size=1000, max_position_embeddings=4096)
     child = MetricsChild()

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from benchmarks.harness import Plan
 from benchmarks.introspection import ASKED, OURS, Introspection
 
 
+@pytest.mark.long_form
 def test_a_short_run(make_plan: Callable[..., Plan]) -> None:
     plan = make_plan(rounds=2, requests="3", seconds=0.0)
     found = Introspection().run(plan)

@@ -341,6 +341,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_loops, "MIN_SECONDS", 0.0)
 
 
+@pytest.mark.long_form
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "child",

@@ -47,6 +47,7 @@ def test_engines_opened_and_closed_in_one_process_leave_nothing(model_folder, fr
     assert list(fresh_tmp.iterdir()) == []
 
 
+@pytest.mark.long_form
 def test_two_engines_at_once_in_one_process_know_nothing_of_each_other(model_folder, fresh_tmp):
     before = Census()
     with EngineCoreClient(make_config(model_folder)) as first, EngineCoreClient(make_config(model_folder)) as second:

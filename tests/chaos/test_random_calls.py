@@ -16,7 +16,7 @@ from process_table import wait_until
 from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError, WorkerError
 from ringcore.front_end.client import EngineCoreClient
 
-NUM_CALLS = 10_000
+NUM_CALLS = 5_000
 NUM_RANKS = 2
 IN_FLIGHT = 12
 
@@ -98,7 +98,7 @@ def test_every_answer_is_of_its_call(model_folder, is_long, seed):
     under_way: deque[Dice] = deque()
     num_cut = 0  # errors that came without those of all ranks that failed
     try:
-        for nonce in range(NUM_CALLS * (10 if is_long else 1)):
+        for nonce in range(NUM_CALLS * (20 if is_long else 1)):
             under_way.append(Dice(rng, nonce))
             under_way[-1].submit(executor)
             while len(under_way) > rng.randrange(IN_FLIGHT):
@@ -127,7 +127,7 @@ def state_and_restarts(client: EngineCoreClient) -> tuple[str, int]:
 def test_calls_and_tokens_with_workers_dying(model_folder, is_long, seed):
     """Kills at random moments: tokens as if nothing had been, calls with a value or an error of their own."""
     rng = random.Random(seed)
-    num_kills = 100 if is_long else 8
+    num_kills = 100 if is_long else 5
     stopped, wrong, ends = threading.Event(), [], {"value": 0, "died": 0, "error": 0}
     with EngineCoreClient(make_config(model_folder, max_worker_restarts=num_kills)) as client:
         client.wait_ready()

@@ -15,7 +15,7 @@ from process_stat import session_members
 from process_table import wait_until
 from scenarios import HERE, child_environment
 
-SHORT, LONG = 7, 50  # moments in each phase
+SHORT, LONG = 5, 50  # moments in each phase
 AT_ONCE = 2
 EXIT_S = 30.0
 GONE_S = 20.0

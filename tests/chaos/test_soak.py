@@ -17,7 +17,7 @@ from process_table import num_descriptors, status_kb, wait_until
 from ringcore.errors import RpcTimeoutError, WorkerDiedError, WorkerError
 from ringcore.front_end.client import EngineCoreClient
 
-SHORT_S, LONG_S = 6.0, 1800.0
+SHORT_S, LONG_S = 4.0, 1800.0
 NUM_THREADS = 8
 GROWTH_KB = 16 << 10
 SILENCE_S = 15.0

@@ -161,6 +161,7 @@ class PseudoTerminal:
         os.close(self._ours)
 
 
+@pytest.mark.long_form
 def test_reasoning_is_dim_and_ctrl_d_ends(tmp_path):
     env = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS / 'serve'}:{TESTS.parent}"}
     subprocess.run([sys.executable, "-c", REASONING, str(tmp_path)], check=True, env=env, timeout=DEADLINE_S)
@@ -177,6 +178,7 @@ def test_reasoning_is_dim_and_ctrl_d_ends(tmp_path):
         assert terminal.ends() == 0
 
 
+@pytest.mark.long_form
 def test_ctrl_c_at_the_prompt_drops_the_line(folder):
     with PseudoTerminal("--model", folder, *FAKE, "--max-tokens", "200") as terminal:
         terminal.wait_for("> ")

@@ -45,6 +45,7 @@ def test_prompts_of_many_lengths(core, is_long):
         assert got[:n] == pytest.approx(entry.logprobs[:n], abs=1e-3)
 
 
+@pytest.mark.long_form
 def test_each_prompt_alone(core):
     for entry in SHORT[::8]:
         check(core, [entry], salt="alone")

@@ -101,6 +101,7 @@ def front_end_options(tmp_path_factory) -> dict:
     return tiny_options(NARROW) | {"tokenizer": tokenizer, "max_num_seqs": NUM_REQUESTS}
 
 
+@pytest.mark.long_form
 def test_by_the_front_end_that_blocks(tiny_qwen2, alone, front_end_options):
     with LLM(tiny_qwen2, **front_end_options) as llm:
         outputs = llm.generate(TINY_PROMPTS, TINY_PARAMS, use_tqdm=False)

@@ -45,7 +45,9 @@ def _call_until_it_fails(llm):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("after_steps", "depth"), [(1, 2), pytest.param(12, 1, marks=pytest.mark.long_form), (30, 2)])
+@pytest.mark.parametrize(
+    ("after_steps", "depth"), [(30, 2), *(pytest.param(*one, marks=pytest.mark.long_form) for one in ((1, 2), (12, 1)))]
+)
 def test_the_same_tokens_as_without_the_death(tiny_qwen2, tiny_undisturbed, after_steps, depth):
     with make_core(tiny_qwen2, max_worker_restarts=1, steps_in_flight=depth, **OPTIONS) as core:
         step, num_steps = core.step, 0

@@ -62,6 +62,7 @@ def other(smollm2):
 
 
 class TestSleep:
+    @pytest.mark.long_form
     def test_the_reference_with_weights_that_are_not_packed(self, llm):
         check_all_lengths(llm)
 

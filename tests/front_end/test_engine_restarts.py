@@ -113,6 +113,7 @@ def test_none_is_left(folder):
     run(scenario())
 
 
+@pytest.mark.long_form
 def test_starts_that_fail_count(folder):
     num_threads = threading.active_count()
 

@@ -122,6 +122,7 @@ def looked_at(path, cache) -> None:
         pass
 
 
+@pytest.mark.long_form
 def test_a_tensor_that_a_gguf_file_lacks_starts_no_engine(tmp_path, started):
     file = phi3_gguf(tmp_path / "x.gguf", {"blk.1.ffn_down.weight": None})
     with pytest.raises(ModelLoadError, match=r"tensor 'model\.layers\.1\.mlp\.down_proj\.weight' is missing"):

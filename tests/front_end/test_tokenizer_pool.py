@@ -166,6 +166,7 @@ def test_a_regular_expression_that_backtracks_is_an_error_of_the_prompt(folder, 
         load_tokenizer(tmp_path).encode("a" * 40 + "b")
 
 
+@pytest.mark.long_form
 def test_normalizers_that_grow_a_text_cost_their_process_and_one_prompt(folder, tmp_path, make_pool):
     tokenizer = tokenizer_of(folder)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 2048)] * 4)

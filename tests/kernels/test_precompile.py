@@ -55,6 +55,7 @@ def test_launches_are_intercepted_once_and_compiled_for_the_next_process(tmp_pat
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")} == kept
 
 
+@pytest.mark.long_form
 def test_what_is_compiled_is_left_out_too(tmp_path):
     """Of two kernels the second alone would read what the first should have written."""
     script = """

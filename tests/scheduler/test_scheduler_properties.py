@@ -96,7 +96,9 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(part, marks=pytest.mark.long_form) for part in range(2, NUM_PARTS))]
+)
 def test_random_schedules(part):
     """One in four with deaths of the workers."""
     size = NUM_SCHEDULES // NUM_PARTS

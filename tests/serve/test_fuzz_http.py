@@ -13,7 +13,7 @@ from fake_engine import make_model_folder
 from http_fuzzing import wrong_body, wrong_bytes
 from running_service import eventually, served, text_of
 
-SHORT_S, LONG_S = 5.0, 300.0
+SHORT_S, LONG_S = 3.0, 300.0
 NUM_CLIENTS = 8
 ANSWER_S = 60.0  # of what takes milliseconds, on a machine that may be busy with anything
 KEY = "key"

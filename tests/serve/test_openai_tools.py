@@ -196,6 +196,7 @@ def test_other_special_tokens_are_left_out_unless_asked_for(llama, stream, skip,
     assert got.content == content
 
 
+@pytest.mark.long_form
 def test_parsers_that_are_switched_off(tmp_path):
     with serve_echo(tmp_path, HERMES_MARKS, tool_call_parser=None, reasoning_parser=None) as service:
         got = ask(service, "<think>a</think>b")

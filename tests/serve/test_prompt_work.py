@@ -21,7 +21,7 @@ def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     model = make_model_folder(folder)
     (Path(folder) / "chat_template.jinja").write_text(TEMPLATE)
-    with served(model, {"tokenizer_timeout_s": 4.0, "max_tokenizer_queue": 5}) as running:
+    with served(model, {"tokenizer_timeout_s": 4.0, "max_tokenizer_queue": 3}) as running:
         yield running
 
 
@@ -82,12 +82,12 @@ def test_a_template_that_loops_holds_up_its_own_request_alone(service):
 
 def test_a_full_queue_answers_429(service):
     with concurrent.futures.ThreadPoolExecutor(12) as threads:
-        looping = [threads.submit(chat, service, "loop") for _ in range(5)]
-        eventually(lambda: num_jobs(service) == 5, "the queue is full")
+        looping = [threads.submit(chat, service, "loop") for _ in range(3)]
+        eventually(lambda: num_jobs(service) == 3, "the queue is full")
         refused = chat(service, "hello")
         error = error_of(refused, 429)
         assert (error["code"], refused.headers["retry-after"]) == ("rate_limit_exceeded", "1")
-        assert "max_tokenizer_queue=5" in error["message"]
+        assert "max_tokenizer_queue=3" in error["message"]
         assert "ringcore:num_tokenizer_refusals_total" in http.get(f"{service.url}/metrics").text
         for one in looping:
             error_of(one.result(), 400)
