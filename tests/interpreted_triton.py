@@ -37,6 +37,7 @@ def use_interpreter() -> None:
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
     interpreter._get_np_dtype = _kept_dtypes(interpreter._get_np_dtype)
+    interpreter._convert_float = _e4m3(interpreter._convert_float)
     interpreter._patch_builtin = _patch_builtin
     interpreter.ReduceOps.generic_reduce = _fold(interpreter.ReduceOps.generic_reduce)
     interpreter._patch_attr = _patch_attr
@@ -53,6 +54,21 @@ def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return broadcast(self, lhs, rhs)
 
     return unless_equal
+
+
+def _e4m3(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """As a GPU rounds to e4m3: to the nearest, ties to even, no number beyond the largest. Triton's interpreter loses
+    the carry into the exponent."""
+    import triton.language as tl
+
+    def converted(numbers: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if target is tl.float8e4nv:
+            wide = numbers if source is tl.float32 else convert(numbers, source, tl.float32, None)
+            rows = torch.from_numpy(np.array(wide).view(np.float32)).clamp(-448, 448)
+            return rows.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return convert(numbers, source, target, rounding_mode)
+
+    return converted
 
 
 def _fold(reduce: Callable[..., Any]) -> Callable[..., Any]:

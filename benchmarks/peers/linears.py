@@ -115,7 +115,8 @@ class Linears:
 def _product(tensors: Tensors, kernel: str, config: dict[str, Any]) -> Call:
     if kernel == "cublas":
         return lambda weight, total: _by_cublas(tensors, weight, total)
-    from ringcore.kernels.skinny_linear import RowNorm, new_split_k_counters, skinny_linear
+    from ringcore.kernels.round_rows import RowNorm
+    from ringcore.kernels.skinny_linear import new_split_k_counters, skinny_linear
     from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
 
     chosen = FmaConfig(**config) if kernel == "fma" else DotConfig(**config)

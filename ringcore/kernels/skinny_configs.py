@@ -14,9 +14,9 @@ import functools
 
 from ringcore.kernels.skinny_measured import MEASURED
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
-from ringcore.kernels.skinny_times import fastest_dot
+from ringcore.kernels.skinny_times import NUM_SMS, fastest_dot
 
-__all__ = ["EXPANDED_TILES", "MAX_ROWS", "choose", "choose_packed", "choose_split_k"]
+__all__ = ["EXPANDED_TILES", "MAX_ROWS", "choose", "choose_packed", "choose_rounded", "choose_split_k"]
 
 # Ends of the ranges of rows that share a configuration: 1, 2 to 4, 5 to 16 and so on. Within a range, a row's result is
 # independent of the number of rows.
@@ -27,6 +27,10 @@ _SMALL_WEIGHT = 1 << 22  # numbers
 _MAX_SPLIT_K_ROWS = 256  # more rows were not measured in whole passes, where the norm reduces the partials
 _MANY_WEIGHTS = 12288  # rows of a weight
 _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 rows
+
+_ROUNDED_ROWS = 64  # few rows of FP8 times FP8
+_ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
+_ROUNDED_PROGRAMS = 2 * NUM_SMS
 
 EXPANDED_TILES = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
 
@@ -63,6 +67,19 @@ def choose_packed(
     if num_rows <= _MAX_DOT_ROWS:
         return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2)
     return EXPANDED_TILES
+
+
+@functools.cache
+def choose_rounded(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> DotConfig | None:
+    """As `choose`, of FP8 inputs and FP8 weights, for any number of rows; None: there are none."""
+    if num_rows < 1:
+        return None
+    if num_rows > _ROUNDED_ROWS:
+        return _ROUNDED_TILES
+    tiles = -(-num_outputs * (2 if is_gated else 1) // 64)
+    most = max(1, num_inputs // 256)
+    splits = next((n for n in (1, 2, 3, 4, 6, 8) if n <= most and tiles * n >= _ROUNDED_PROGRAMS), min(8, most))
+    return DotConfig(64, 128, 4, 6, splits, prefetched_inputs=512 if tiles * splits <= NUM_SMS else 0)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
+from ringcore.kernels.scaled_dot import scaled_dot
 from ringcore.kernels.weight_tiles import load_packed
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
@@ -204,7 +205,8 @@ def _epilogue(
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
 def dot_kernel(
-    x,  # [num_rows, num_inputs]
+    x,  # [num_rows, num_inputs]; or its codes
+    row_scales,  # [num_rows, groups], read where x is rounded
     weight,  # [num_outputs, num_inputs], or gated; or its codes
     packed,  # see `tile_arguments`
     bias,  # [num_outputs], or gated; read where has_bias
@@ -227,6 +229,7 @@ def dot_kernel(
     prefetched_inputs: tl.constexpr,  # inputs of each weight row that are prefetched to L2 before the wait
     threads: tl.constexpr,  # block_outputs or more
     pdl: tl.constexpr,
+    row_group: tl.constexpr,  # inputs that share a scale of x; 0: x is not rounded
     layout: tl.constexpr,  # of the weight: see `tile_arguments`
 ) -> None:
     """Program (i, j, k) sums split j of the inputs (split-K) for outputs tile i and row block k. With several splits
@@ -260,11 +263,17 @@ def dot_kernel(
                 prefetch_l2(prefetched + num_outputs.to(tl.int64) * num_inputs, in_bounds, prefetched_bytes)
         gdc_wait()
     total = tl.zeros([block_weights, block_rows], tl.float32)
-    for at in tl.range(first, last, block_inputs, num_stages=num_stages):
-        of_inputs = steps[None, :] < num_inputs - at
-        w = _weights(tile, of_inputs, weight, packed, weight_rows, at, num_inputs, block_inputs, is_whole, layout)
-        v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
-        total = tl.dot(w.to(v.dtype), v, total, input_precision="ieee")
+    if row_group > 0:
+        total = scaled_dot(
+            *(total, tile, inputs, packed, row_scales, weight_rows, rows % num_rows, first, last),
+            num_inputs, block_inputs, num_stages, row_group, layout,
+        )  # fmt: skip
+    else:
+        for at in tl.range(first, last, block_inputs, num_stages=num_stages):
+            of_inputs = steps[None, :] < num_inputs - at
+            w = _weights(tile, of_inputs, weight, packed, weight_rows, at, num_inputs, block_inputs, is_whole, layout)
+            v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+            total = tl.dot(w.to(v.dtype), v, total, input_precision="ieee")
     if splits == 1:
         _epilogue(
             *(total, weight_rows, bias, out, rows, num_rows, num_outputs),

@@ -6,20 +6,20 @@ prefetched while the kernel before still runs, and prologue and epilogue need no
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import triton
 
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
-from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
+from ringcore.kernels.round_rows import RoundedRows, RowNorm
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
 from ringcore.kernels.weight_tiles import tile_arguments
 
 __all__ = [
     "Activation",
-    "RowNorm",
     "new_split_k_counters",
     "num_prefetched_inputs",
     "skinny_linear",
@@ -32,13 +32,6 @@ _MIN_BLOCK_OUTPUTS = 16
 _MAX_ROW_BLOCKS = 4
 
 
-class RowNorm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * gain, of the rows before the matrix product (prologue)."""
-
-    gain: torch.Tensor  # [num_inputs], any float dtype
-    eps: float
-
-
 def new_split_k_counters(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
     """The arrival counters by which programs of one outputs tile of `weight` find the last one: 0 before and after a
     launch."""
@@ -47,7 +40,7 @@ def new_split_k_counters(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
 
 
 def skinny_linear(
-    x: torch.Tensor,
+    x: torch.Tensor | RoundedRows,
     weight: torch.Tensor | PackedWeight,
     config: Config,
     *,
@@ -62,7 +55,8 @@ def skinny_linear(
 
     x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, or quantized, bias: [num_weights]; all
     contiguous. n is 1 to 4 for an `FmaConfig`, which alone takes a norm, and up to four times its block_rows for a
-    `DotConfig`, or any number without splits.
+    `DotConfig`, or any number without splits. Rounded rows are for an FP8 weight whose rows are contiguous, and a
+    `DotConfig` with a block_inputs that divides both's groups: FP8 is multiplied by FP8.
     norm: prologue, of each row of x, which may then be float32; the normalised row is not rounded before the product.
     activation: epilogue; the weight's first half is a gate: the result is activation(first half) * second half.
     add_to: epilogue; [n, num_outputs], also float32; the result is added to it, in place, and rounded once, as the sum.
@@ -73,20 +67,21 @@ def skinny_linear(
 
     Returns add_to, or out (by default a new tensor).
     """
-    num_rows, num_inputs = x.shape
+    rows = x.codes if isinstance(x, RoundedRows) else x
+    num_rows, num_inputs = rows.shape
     num_outputs = len(weight) // (1 if activation is None else 2)
     if add_to is not None:
         assert out is None, "give add_to or out, not both"
         out = add_to
     if out is None:
-        out = x.new_empty(num_rows, num_outputs, dtype=weight.dtype)
-    assert weight.shape[1] == num_inputs, (weight.shape, x.shape)
+        out = rows.new_empty(num_rows, num_outputs, dtype=weight.dtype)
+    assert weight.shape[1] == num_inputs, (weight.shape, rows.shape)
     assert activation is None or len(weight) % 2 == 0, weight.shape
     assert weight.dtype == x.dtype or (norm is not None and x.dtype == torch.float32), (weight.dtype, x.dtype)
     assert out.shape == (num_rows, num_outputs), (out.shape, num_rows, num_outputs)
     assert bias is None or bias.shape == (len(weight),), (bias.shape, weight.shape)
-    assert out.data_ptr() != x.data_ptr(), "out must not be x: other programs still read it"
-    for tensor in (x, weight, bias, out):
+    assert out.data_ptr() != rows.data_ptr(), "out must not be x: other programs still read it"
+    for tensor in (rows, weight, bias, out):
         assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
     options: dict[str, Any] = {
         "is_whole": num_inputs % config.block_inputs == 0,
@@ -95,11 +90,12 @@ def skinny_linear(
         "is_gelu": activation == "gelu_tanh",
         "adds": add_to is not None,
         "num_warps": config.num_warps,
-        **tile_arguments(weight),
-        **launch_options(supports_pdl(x.device)),
+        **tile_arguments(weight, isinstance(x, RoundedRows)),
+        **launch_options(supports_pdl(rows.device)),
     }
-    bias = x if bias is None else bias
+    bias = rows if bias is None else bias
     if isinstance(config, FmaConfig):
+        assert isinstance(x, torch.Tensor), "rounded rows are for a DotConfig"
         _launch_fma(x, bias, out, norm, config, options)
     else:
         assert norm is None, "only an FmaConfig takes a norm"
@@ -140,7 +136,7 @@ def _launch_fma(
 
 
 def _launch_dot(
-    x: torch.Tensor,
+    x: torch.Tensor | RoundedRows,
     weight: torch.Tensor | PackedWeight,
     bias: torch.Tensor,
     out: torch.Tensor,
@@ -148,8 +144,11 @@ def _launch_dot(
     config: DotConfig,
     options: dict[str, Any],
 ) -> None:
-    num_rows, num_inputs = x.shape
+    rows, row_scales, row_group = x[:3] if isinstance(x, RoundedRows) else (x, x, 0)
+    num_rows, num_inputs = rows.shape
     num_outputs = out.shape[1]
+    if isinstance(x, RoundedRows):
+        _check_groups(x, weight, config)
     block_rows = max(16, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
     assert 1 <= num_rows <= _MAX_ROW_BLOCKS * config.block_rows or config.splits == 1, (num_rows, config)
@@ -158,11 +157,12 @@ def _launch_dot(
     partials = out
     if config.splits > 1:
         size = config.splits * output_tiles * row_tiles * config.block_weights * block_rows
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        partials = torch.empty(size, dtype=torch.float32, device=rows.device)
         counters = new_split_k_counters(weight) if counters is None else counters
         assert counters.numel() >= output_tiles * row_tiles, (counters.shape, output_tiles, row_tiles)
     dot_kernel[(output_tiles, config.splits, row_tiles)](
-        x=x,
+        x=rows,
+        row_scales=row_scales,
         bias=bias,
         out=out,
         partials=partials,
@@ -175,20 +175,30 @@ def _launch_dot(
         block_weights=config.block_weights,
         splits=config.splits,
         num_stages=config.num_stages,
-        prefetched_inputs=num_prefetched_inputs(weight, config),
+        prefetched_inputs=num_prefetched_inputs(weight, config, row_group > 0),
         threads=32 * config.num_warps,
-        pdl=TRIGGER_FIRST if supports_pdl(x.device) else 0,
+        pdl=TRIGGER_FIRST if supports_pdl(rows.device) else 0,
+        row_group=row_group,
         **options,
     )
 
 
-def num_prefetched_inputs(weight: torch.Tensor | PackedWeight, config: DotConfig) -> int:
+def _check_groups(x: RoundedRows, weight: torch.Tensor | PackedWeight, config: DotConfig) -> None:
+    assert isinstance(weight, PackedWeight), "rounded rows are for a quantized weight"
+    num_inputs = weight.shape[1]
+    assert (weight.form, weight.row_bytes, weight.group_offset) == (BYTES_FP8, num_inputs, 0), weight
+    for groups, size in ((weight.scales.shape[1], weight.group_size), (x.scales.shape[1], x.group)):
+        assert groups == 1 or size % config.block_inputs == 0, (groups, size, config)
+
+
+def num_prefetched_inputs(weight: torch.Tensor | PackedWeight, config: DotConfig, are_numbers: bool = False) -> int:
     """Inputs of each weight row that are prefetched: as `config` says, or 0 where rows are not aligned to 16 bytes, or
-    quantized."""
-    if isinstance(weight, PackedWeight):
+    quantized and not multiplied as they are."""
+    if isinstance(weight, PackedWeight) and not are_numbers:
         return 0
-    elements = 16 // weight.element_size()
-    are_aligned = weight.shape[1] % elements == 0 and weight.data_ptr() % 16 == 0
+    tensor = weight.codes if isinstance(weight, PackedWeight) else weight
+    elements = 16 // tensor.element_size()
+    are_aligned = weight.shape[1] % elements == 0 and tensor.data_ptr() % 16 == 0
     assert config.prefetched_inputs % elements == 0, config
     return config.prefetched_inputs if are_aligned else 0
 

@@ -25,8 +25,9 @@ _FP8, _INT8 = tl.constexpr(BYTES_FP8), tl.constexpr(BYTES_INT8)
 _NIBBLES, _COLUMNS, _E2M1 = tl.constexpr(NIBBLES), tl.constexpr(COLUMNS), tl.constexpr(NIBBLES_E2M1)
 
 
-def tile_arguments(weight: torch.Tensor | PackedWeight) -> dict[str, Any]:
-    """What both kernels take of a weight, by name; a dense one has no scales."""
+def tile_arguments(weight: torch.Tensor | PackedWeight, are_numbers: bool = False) -> dict[str, Any]:
+    """What both kernels take of a weight, by name; a dense one has no scales. are_numbers: its codes are FP8 numbers,
+    which are multiplied as they are."""
     if isinstance(weight, torch.Tensor):
         return {"weight": weight, "packed": (), "layout": (DENSE,)}
     zeros = weight.scales if weight.zeros is None else weight.zeros
@@ -50,7 +51,8 @@ def tile_arguments(weight: torch.Tensor | PackedWeight) -> dict[str, Any]:
         weight.index is not None,
         weight.word_bytes == 4,
     )
-    return {"weight": weight.codes, "packed": packed, "layout": layout}
+    codes = weight.codes.view(torch.float8_e4m3fn) if are_numbers else weight.codes
+    return {"weight": codes, "packed": packed, "layout": layout}
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from quantized_checkpoints import store
 from test_precompile import run
 
 from ringcore.checkpoint import quantization as formats
-from ringcore.kernels.skinny_linear import RowNorm, skinny_linear, skinny_linear_reference
+from ringcore.kernels.round_rows import RowNorm
+from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight

@@ -12,10 +12,10 @@ import torch
 from ringcore.model_executor.linear_schemes.codes import ByteCodes
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 
-__all__ = ["ScaledProduct"]
+__all__ = ["ALIGNMENT", "LEAST_CAPABILITY", "ScaledProduct"]
 
-_ALIGNMENT = 16  # bytes, of the rows of both matrices
-_LEAST_CAPABILITY = (8, 9)  # that has FP8 tensor cores
+ALIGNMENT = 16  # bytes, of the rows of both matrices
+LEAST_CAPABILITY = (8, 9)  # that has FP8 tensor cores
 
 
 class ScaledProduct:
@@ -35,10 +35,7 @@ class ScaledProduct:
             return None
         if dtype != torch.bfloat16 or device.type != "cuda":
             return None
-        if (
-            any(size % _ALIGNMENT for size in codes.shape)
-            or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY
-        ):
+        if any(size % ALIGNMENT for size in codes.shape) or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
             return None
         return cls(codes.tensor, matrix.scales)
 

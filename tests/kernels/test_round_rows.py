@@ -1,0 +1,139 @@
+"""Rows rounded to FP8, against plain torch, and their products on the tensor cores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ringcore.attention.context import NO_TOKEN_CONTEXT
+from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
+from ringcore.kernels.round_rows import RowNorm, round_rows, round_rows_reference
+from ringcore.kernels.skinny_configs import choose_rounded
+from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
+from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
+from ringcore.model_executor.residual import Residual
+
+
+class Norm(NamedTuple):
+    gain: torch.Tensor
+    eps: float
+
+
+def random(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def adversarial(num_inputs):
+    """Rows of zeros, with one spike, of large and of tiny numbers, of ties between two codes, and random ones."""
+    rows = random(7, num_inputs)
+    rows[0], rows[1], rows[2], rows[3] = 0, 0, 1e30, 1e-30
+    rows[1, 7] = -1e4
+    rows[4] = torch.arange(num_inputs).remainder(897) / 2 * (448 / 447.9)
+    return rows
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found.scales, expected.scales, rtol=1e-6, atol=0)
+    assert (found.group, found.dtype) == (expected.group, expected.dtype)
+    numbers, wanted = (one.codes.float() for one in (found, expected))
+    flipped = numbers != wanted  # where the quotients differ in their last bit
+    assert flipped.float().mean() < 0.01
+    assert ((numbers - wanted).abs() <= wanted.abs() / 8 + 2**-9)[flipped].all()
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(
+    ("num_inputs", "group", "dtype"),
+    [(80, None, torch.float32), (80, 16, torch.bfloat16), (1280, 128, torch.float32), (2304, 128, torch.float16)],
+)
+def test_rows_are_rounded_as_by_torch(device, num_inputs, group, dtype, has_norm):
+    rows = adversarial(num_inputs)
+    rows = rows.clamp(-6e4, 6e4).to(device, dtype)
+    norm = RowNorm(random(num_inputs, seed=2).to(device, dtype), 1e-5) if has_norm else None
+    found = round_rows(rows, group, norm, torch.bfloat16)
+    assert_equal(found, round_rows_reference(rows, group, norm, torch.bfloat16))
+
+
+def test_no_rows(device):
+    assert round_rows(torch.empty(0, 64, device=device)).codes.shape == (0, 64)
+
+
+def fp8_weight(num_outputs, num_inputs, group, device):
+    """(an FP8 weight of float32 products, with a scale for each output and group; its expansion)"""
+    codes = random(num_outputs, num_inputs, seed=5).clamp(-3, 3).to(torch.float8_e4m3fn)
+    scales = random(num_outputs, num_inputs // group, seed=6).abs() / 10
+    expanded = codes.float() * scales.repeat_interleave(group, 1)
+    shape = num_outputs, num_inputs
+    weight = PackedWeight(
+        codes.view(torch.uint8).to(device), scales.to(device), shape, torch.float32, BYTES_FP8, num_inputs, 4, group
+    )
+    return weight, expanded.to(device)
+
+
+def product_of(rounded, expanded, **options):
+    rows = rounded.codes.float() * rounded.scales.repeat_interleave(rounded.group, 1)
+    return skinny_linear_reference(rows, expanded, **options)
+
+
+CONFIGS = [
+    DotConfig(64, 128, 4, 3, 1, prefetched_inputs=0),
+    DotConfig(64, 128, 4, 2, 3, prefetched_inputs=128),
+    DotConfig(64, 64, 4, 2, 1, block_rows=16),
+]
+
+
+GROUPS = [
+    *((config, 128, 128) for config in CONFIGS),
+    (CONFIGS[1], 768, 768),
+    (CONFIGS[0], 768, 128),
+    (CONFIGS[0], 128, 768),
+]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+@pytest.mark.parametrize(("config", "group", "row_group"), GROUPS)
+def test_fp8_by_fp8(device, num_rows, config, group, row_group):
+    weight, expanded = fp8_weight(100, 768, group, device)
+    x, bias = random(num_rows, 768).to(device), random(100, seed=3).to(device)
+    rounded = round_rows(x, row_group)
+    found = skinny_linear(rounded, weight, config, bias=bias)
+    torch.testing.assert_close(found, product_of(rounded, expanded, bias=bias), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_rows", [2, 20])
+def test_fp8_gated_and_added(device, num_rows):
+    weight, expanded = fp8_weight(128, 256, 128, device)
+    rounded = round_rows(random(num_rows, 256).to(device), 128)
+    for config in CONFIGS[:2]:
+        gated = skinny_linear(rounded, weight, config, activation="silu")
+        expected = product_of(rounded, expanded, activation="silu")
+        torch.testing.assert_close(gated, expected, rtol=2e-3, atol=2e-3)
+        total = random(num_rows, 128, seed=4).to(device)
+        expected = total + product_of(rounded, expanded)
+        skinny_linear(rounded, weight, config, add_to=total)
+        torch.testing.assert_close(total, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("row_group", [128, 512])
+def test_a_linear_rounds_after_its_norm(device, row_group):
+    weight, expanded = fp8_weight(256, 512, 128, device)
+    product = KernelProduct(weight, None, row_group=row_group)
+    rows, norm = random(3, 512).to(device), Norm(random(512, seed=2).to(device), 1e-5)
+    rounded = round_rows_reference(rows, row_group, RowNorm(norm.gain, norm.eps))
+    found = product.after_norm(norm, Residual(rows.clone()), NO_TOKEN_CONTEXT)
+    torch.testing.assert_close(found, product_of(rounded, expanded), rtol=0.02, atol=0.02)
+    hidden = Residual(random(3, 256, seed=7).to(device))
+    expected = hidden.rows + product_of(round_rows_reference(rows, row_group), expanded)
+    product.add_to(hidden, rows, NO_TOKEN_CONTEXT)
+    torch.testing.assert_close(hidden.rows, expected, rtol=0.02, atol=0.02)
+
+
+def test_tiles_of_any_rows():
+    assert choose_rounded(4096, 4096, 0) is None
+    for num_rows in (1, 16, 64, 65, 4096):
+        config = choose_rounded(4096, 4096, num_rows)
+        assert 128 % config.block_inputs == 0
+        assert config.splits == 1 or num_rows <= 64
