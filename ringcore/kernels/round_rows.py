@@ -42,6 +42,8 @@ def _round_rows_kernel(
     gain,  # [size], read where has_norm
     codes,  # [num_rows, size]
     scales,  # [num_rows, groups]
+    row_stride,  # of scales
+    group_stride,
     eps,  # float
     size: tl.constexpr,
     block: tl.constexpr,  # a power of two, size or more: read for the norm
@@ -71,27 +73,33 @@ def _round_rows_kernel(
         y = y * tl.rsqrt(total / size + eps) * factor
     if group == size:
         scale = tl.maximum(tl.max(tl.abs(y), 0) / _LARGEST, _LEAST_SCALE)
-        tl.store(scales + row, scale)
+        tl.store(scales + row * row_stride, scale)
         rounded = y / scale
     else:
         count: tl.constexpr = chunk // group
         grouped = tl.reshape(y, [count, group])
         each = tl.maximum(tl.max(tl.abs(grouped), 1) / _LARGEST, _LEAST_SCALE)
         index = tl.program_id(1) * count + tl.arange(0, count)
-        tl.store(scales + row * (size // group) + index, each, mask=index < size // group)
+        tl.store(scales + row * row_stride + index * group_stride, each, mask=index < size // group)
         rounded = tl.reshape(grouped / each[:, None], [chunk])
     rounded = tl.minimum(tl.maximum(rounded, -_LARGEST), _LARGEST)
     tl.store(codes + row * size + columns, rounded.to(codes.dtype.element_ty), mask=in_bounds)
 
 
 def round_rows(
-    x: torch.Tensor, group: int | None = None, norm: RowNorm | None = None, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    group: int | None = None,
+    norm: RowNorm | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    by_group: bool = False,
 ) -> RoundedRows:
     """x [n, num_inputs], contiguous, of any float dtype: codes = x / scale, rounded to the nearest, ties to even.
 
     A scale is the largest absolute value of its group over 448, the largest number of e4m3. group: inputs of a group, a
     power of two up to 1,024 that divides num_inputs; None: all inputs, up to `MAX_ROUNDED_INPUTS`. norm: prologue, in
     float32, of up to `MAX_ROUNDED_INPUTS`. dtype: of the product (None: x's).
+    by_group: the scales of a group are contiguous, instead of those of a row.
     """
     num_rows, size = x.shape
     group = size if group is None else group
@@ -99,9 +107,11 @@ def round_rows(
     assert x.is_contiguous()
     assert is_row or (size % group == 0 and _CHUNK % group == 0), (size, group)
     assert size <= MAX_ROUNDED_INPUTS or not (is_row or norm), size
+    shape = (size // group, num_rows) if by_group else (num_rows, size // group)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     rounded = RoundedRows(
         torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device),
-        torch.empty(num_rows, size // group, dtype=torch.float32, device=x.device),
+        scales.t() if by_group else scales,
         group,
         x.dtype if dtype is None else dtype,
     )
@@ -117,6 +127,7 @@ def round_rows(
         gain,
         rounded.codes,
         rounded.scales,
+        *rounded.scales.stride(),
         eps,
         size=size,
         block=block,

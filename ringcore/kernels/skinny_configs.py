@@ -70,10 +70,12 @@ def choose_packed(
 
 
 @functools.cache
-def choose_rounded(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> DotConfig | None:
+def choose_rounded(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
     """As `choose`, of FP8 inputs and FP8 weights, for any number of rows; None: there are none."""
     if num_rows < 1:
         return None
+    if num_rows <= _MAX_FMA_ROWS:
+        return FmaConfig(2 if is_gated else 4, 4096, 4)
     if num_rows > _ROUNDED_ROWS:
         return _ROUNDED_TILES
     tiles = -(-num_outputs * (2 if is_gated else 1) // 64)

@@ -13,8 +13,9 @@ from ringcore.kernels.round_rows import RowNorm, round_rows, round_rows_referenc
 from ringcore.kernels.skinny_configs import choose_rounded
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
-from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
+from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
 from ringcore.model_executor.residual import Residual
+from ringcore.model_executor.weight import Derived
 
 
 class Norm(NamedTuple):
@@ -143,7 +144,7 @@ def test_fp8_by_fma(device, num_rows, config, group, row_group, activation):
 @pytest.mark.parametrize("row_group", [128, 512])
 def test_a_linear_rounds_after_its_norm(device, row_group):
     weight, expanded = fp8_weight(256, 512, 128, device)
-    product = KernelProduct(weight, None, row_group=row_group)
+    product = RoundedProduct(weight, None, row_group, None, Derived())
     rows, norm = random(3, 512).to(device), Norm(random(512, seed=2).to(device), 1e-5)
     rounded = round_rows_reference(rows, row_group, RowNorm(norm.gain, norm.eps))
     found = product.after_norm(norm, Residual(rows.clone()), NO_TOKEN_CONTEXT)
@@ -156,7 +157,7 @@ def test_a_linear_rounds_after_its_norm(device, row_group):
 
 def test_tiles_of_any_rows():
     assert choose_rounded(4096, 4096, 0) is None
-    for num_rows in (1, 16, 64, 65, 4096):
+    for num_rows in (5, 16, 64, 65, 4096):
         config = choose_rounded(4096, 4096, num_rows)
         assert 128 % config.block_inputs == 0
         assert config.splits == 1 or num_rows <= 64

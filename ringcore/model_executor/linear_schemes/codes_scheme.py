@@ -46,11 +46,12 @@ class CodesScheme(LinearScheme):
 
     def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
         """Of the bound tensors."""
-        derived = Derived()
+        derived, stored = Derived(), tensors[self.format.scale_name]
         return QuantizedMatrix(
             ByteCodes(tensors["weight"]),
-            self._scales(shard, tensors[self.format.scale_name], derived),
+            self._scales(shard, stored, derived),
             groups_of(shard, self.format.block[1] if self.format.scale in ("group", "block") else None),
+            block_scales=stored if self._has_whole_blocks(shard) and stored.dtype == torch.float32 else None,
             derived=derived,
         )
 
@@ -59,6 +60,13 @@ class CodesScheme(LinearScheme):
         if self.format.inputs is None:
             return None
         return InputRounding.of(self.format.inputs, shard, tensors.get("input_scale"))
+
+    def _has_whole_blocks(self, shard: LinearShard) -> bool:
+        """Of 128 x 128, in the order of the outputs."""
+        if self.format.scale != "block" or self.format.block != (128, 128):
+            return False
+        places = places_of_outputs(shard, 128)
+        return shard.inputs.start % 128 == 0 and torch.equal(places, torch.arange(len(places)))
 
     def _scales(self, shard: LinearShard, stored: torch.Tensor, derived: Derived) -> torch.Tensor:
         """[num_outputs, groups]."""

@@ -17,7 +17,6 @@ from ringcore.model_executor.weight import Derived
 
 if TYPE_CHECKING:
     from ringcore.kernels.packed_weight import PackedWeight
-    from ringcore.kernels.round_rows import RoundedRows
 
 __all__ = ["KernelProduct", "sums_in_float32"]
 
@@ -33,10 +32,8 @@ class KernelProduct(Product):
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
         derived: Derived | None = None,
-        row_group: int | None = None,
     ) -> None:
-        """out_dtype: of `__call__`, for a linear without bias; None: the weight's. derived: of a quantized weight.
-        row_group: inputs that share a scale where they are rounded to FP8 first, and multiplied with FP8 weights."""
+        """out_dtype: of `__call__`, for a linear without bias; None: the weight's. derived: of a quantized weight."""
         from ringcore.kernels import round_rows, skinny_configs, skinny_linear, skinny_tiles
 
         assert bias is None or out_dtype is None
@@ -46,10 +43,6 @@ class KernelProduct(Product):
         self._out_dtype = out_dtype
         self._counters = skinny_linear.new_split_k_counters(weight)
         self._choose = skinny_configs.choose if isinstance(weight, torch.Tensor) else weight.choose
-        if row_group is not None:
-            self._choose = skinny_configs.choose_rounded
-        self._row_group = row_group
-        self._round_rows = round_rows.round_rows
         self._choose_split_k = skinny_configs.choose_split_k
         self._takes_norm = skinny_tiles.FmaConfig
         self._row_norm = round_rows.RowNorm
@@ -110,19 +103,14 @@ class KernelProduct(Product):
         if config is None:
             return None
         row_norm = None
-        rows: torch.Tensor | RoundedRows
-        if self._row_group is not None:
-            rows = self._rounded(x, norm)
-        elif isinstance(x, Residual):
+        if isinstance(x, Residual):
             assert norm is not None
             if isinstance(config, self._takes_norm) and norm.gain is not None:
-                rows, row_norm = x.rows, self._row_norm(norm.gain, norm.eps)
+                x, row_norm = x.rows, self._row_norm(norm.gain, norm.eps)
             else:
-                rows = x.normed(norm)
-        else:
-            rows = x
+                x = x.normed(norm)
         return self._skinny(
-            rows,
+            x,
             self.weight,
             config,
             bias=self._bias,
@@ -132,15 +120,6 @@ class KernelProduct(Product):
             out=out,
             counters=self._counters,
         )
-
-    def _rounded(self, x: torch.Tensor | Residual, norm: Norm | None) -> RoundedRows:
-        if not isinstance(x, Residual):
-            return self._round_rows(x, self._row_group)
-        assert norm is not None
-        if norm.gain is None:
-            return self._round_rows(x.normed(norm), self._row_group)
-        row_norm = self._row_norm(norm.gain, norm.eps)
-        return self._round_rows(x.rows, self._row_group, row_norm, self.weight.dtype)
 
     def _by_cublas(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert isinstance(self.weight, torch.Tensor), "a quantized weight is for kernels alone"

@@ -41,7 +41,8 @@ class QuantizedMatrix:
     """weight = (code - zero) * scale.
 
     scales: [num_outputs, groups] float32, or float8_e8m0fnu, powers of 2; zeros: likewise int16, or `zero` everywhere.
-    Both of any strides. derived: what of these was computed from the tensors of the checkpoint.
+    Both of any strides. block_scales: [outputs / 128, groups] float32, contiguous, where 128 outputs and a group of 128
+    share each. derived: what of these was computed from the tensors of the checkpoint.
     """
 
     codes: Codes
@@ -49,6 +50,7 @@ class QuantizedMatrix:
     groups: Groups
     zero: int = 0
     zeros: torch.Tensor | None = None
+    block_scales: torch.Tensor | None = None
     derived: Derived = field(default_factory=Derived)
 
     @property

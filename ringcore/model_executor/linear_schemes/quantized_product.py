@@ -11,13 +11,12 @@ from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
-from ringcore.model_executor.linear_schemes.scaled_product import ALIGNMENT, LEAST_CAPABILITY, ScaledProduct
+from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
+from ringcore.model_executor.linear_schemes.scaled_product import BLOCK, LEAST_CAPABILITY, ScaledProduct
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 
 __all__ = ["quantized_product"]
 
-_TILE_INPUTS = 128  # of the kernels of FP8 times FP8
-_ROW_GROUPS = (128, 256, 512, 1024)
 _MAX_TOKEN_INPUTS = 32768  # a row that one program rounds
 
 
@@ -36,7 +35,8 @@ def quantized_product(
 
         group = None if rounding is None else _row_group(matrix, rounding)
         if group is not None:
-            return KernelProduct(packed_weight(matrix, shard.dtype), bias, derived=matrix.derived, row_group=group)
+            scaled = ScaledProduct.of(matrix, shard.dtype, group)
+            return RoundedProduct(packed_weight(matrix, shard.dtype), bias, group, scaled, matrix.derived)
         inner = KernelProduct(packed_weight(matrix, shard.dtype), inner_bias, derived=matrix.derived)
     else:
         by_integers = None
@@ -49,25 +49,23 @@ def quantized_product(
 
 
 def _row_group(matrix: QuantizedMatrix, rounding: InputRounding) -> int | None:
-    """Inputs that share a scale, where the kernels multiply FP8 by FP8: on tensor cores that do, and groups of rows and
-    weights that tiles of inputs do not cut."""
+    """Inputs that share a scale, where kernels multiply FP8 by FP8: on tensor cores that do, where weights and rows
+    have a scale for each `BLOCK` of inputs, or one for all."""
     form, codes, groups, num_inputs = rounding.format, matrix.codes, matrix.groups, matrix.num_inputs
     if form.number != "fp8" or not isinstance(codes, ByteCodes) or not codes.is_fp8 or not codes.tensor.is_contiguous():
         return None
-    if torch.cuda.get_device_capability(matrix.scales.device) < LEAST_CAPABILITY or num_inputs % ALIGNMENT:
+    if torch.cuda.get_device_capability(matrix.scales.device) < LEAST_CAPABILITY or num_inputs % BLOCK:
         return None
-    if matrix.scales.shape[1] > 1 and not (groups.are_whole(num_inputs) and groups.size % _TILE_INPUTS == 0):
+    if matrix.scales.shape[1] > 1 and not (groups.are_whole(num_inputs) and groups.size == BLOCK):
         return None
     match form.scale:
         case "token":
             return num_inputs if rounding.over_ranks is None and num_inputs <= _MAX_TOKEN_INPUTS else None
         case "group":
-            group = form.group or 0
-            is_whole = rounding.offset == 0 and num_inputs % group == 0
-            return group if is_whole and group in _ROW_GROUPS else None
+            return BLOCK if form.group == BLOCK and rounding.offset == 0 else None
     return None
 
 
 def _scaled(matrix: QuantizedMatrix, shard: LinearShard, rounding: InputRounding) -> ScaledProduct | None:
     form = rounding.format
-    return ScaledProduct.of(matrix, shard.dtype) if form.number == "fp8" and form.scale != "group" else None
+    return ScaledProduct.of(matrix, shard.dtype, None) if form.number == "fp8" and form.scale != "group" else None

@@ -1,7 +1,4 @@
-"""FP8 weights times FP8 inputs on a GPU's tensor cores: torch's scaled product, for many rows.
-
-It has not run on a GPU. On a CPU the same operator is compared with the expanded product.
-"""
+"""FP8 weights times FP8 inputs on a GPU's tensor cores: torch's scaled product (cuBLAS), for many rows."""
 
 from __future__ import annotations
 
@@ -12,35 +9,49 @@ import torch
 from ringcore.model_executor.linear_schemes.codes import ByteCodes
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 
-__all__ = ["ALIGNMENT", "LEAST_CAPABILITY", "ScaledProduct"]
+__all__ = ["BLOCK", "LEAST_CAPABILITY", "ScaledProduct"]
 
-ALIGNMENT = 16  # bytes, of the rows of both matrices
+_ALIGNMENT = 16  # bytes, of the rows of both matrices
+BLOCK = 128  # outputs, and inputs, that share a scale
 LEAST_CAPABILITY = (8, 9)  # that has FP8 tensor cores
+_BLOCKS_SINCE = (9, 0)
+_GROUPS_ALIGNMENT = 4  # the number of groups, of blocks
 
 
 class ScaledProduct:
-    """Of inputs with a scale each, by weights with a scale for each output."""
+    """Of inputs with a scale for each row, by weights with one for each output; or of inputs with one for each `BLOCK`
+    of a row, by weights with one for each block."""
 
-    MIN_ROWS = 33  # fewer are bound by reading the weights, which the kernels do
+    MIN_ROWS = 65  # fewer are bound by reading the weights, which the kernels do
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """codes: [out, in] float8_e4m3fn; scales: [out, 1] float32."""
+        """codes: [out, in] float8_e4m3fn; scales: [out, 1] float32, or [out / BLOCK, in / BLOCK], contiguous."""
         self._codes, self._scales = codes.t(), scales.t()
+        self.has_blocks = scales.shape[1] > 1
 
     @classmethod
-    def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> Self | None:
-        """None where the operator does not take the matrix, or the device has no such tensor cores."""
+    def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype, row_group: int | None) -> Self | None:
+        """None where the operator does not take the matrix, or the device has no such tensor cores. row_group: inputs
+        of a row that share a scale; None: all."""
         codes, device = matrix.codes, matrix.scales.device
-        if not isinstance(codes, ByteCodes) or not codes.is_fp8 or matrix.scales.shape[1] > 1:
+        if not isinstance(codes, ByteCodes) or not codes.is_fp8 or dtype != torch.bfloat16 or device.type != "cuda":
             return None
-        if dtype != torch.bfloat16 or device.type != "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if any(size % _ALIGNMENT for size in codes.shape) or capability < LEAST_CAPABILITY:
             return None
-        if any(size % ALIGNMENT for size in codes.shape) or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        if row_group is None or row_group == matrix.num_inputs:
+            return cls(codes.tensor, matrix.scales) if matrix.scales.shape[1] == 1 else None
+        blocks = matrix.block_scales
+        if blocks is None or row_group != BLOCK or blocks.shape[1] % _GROUPS_ALIGNMENT or capability < _BLOCKS_SINCE:
             return None
-        return cls(codes.tensor, matrix.scales)
+        return cls(codes.tensor, blocks)
 
     def __call__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """codes: [n, in], FP8 numbers in any float dtype; scales: [n, 1], or [1] -> [n, out] of dtype."""
-        of_rows = scales.expand(len(codes), 1).contiguous()
+        """codes: [n, in], FP8 numbers in any float dtype; scales: [n, 1], or [1], or of blocks [n, in / BLOCK] ->
+        [n, out] of dtype."""
+        if self.has_blocks:
+            of_rows = scales.t().contiguous().t()  # the groups of a row lie n apart
+        else:
+            of_rows = scales.expand(len(codes), 1).contiguous()
         numbers = codes.to(torch.float8_e4m3fn)
         return torch._scaled_mm(numbers, self._codes, scale_a=of_rows, scale_b=self._scales, out_dtype=dtype)

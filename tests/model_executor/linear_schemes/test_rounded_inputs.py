@@ -59,9 +59,9 @@ def test_many_rows_by_the_scaled_product(scale):
     scaled = ScaledProduct(matrix.codes.tensor, matrix.scales)
     inner = PlainProduct(lambda x: torch.full((len(x), 48), float("nan")))
     rounding = InputRounding(InputFormat("fp8", scale), scale=torch.tensor([0.02]))
-    product, x = RoundedInputs(inner, rounding, random(48, seed=3), scaled), random(40, 32, seed=2)
+    product, x = RoundedInputs(inner, rounding, random(48, seed=3), scaled), random(80, 32, seed=2)
     codes, scales = rounding(x)
     expected = (codes * scales) @ stored.expanded.T + random(48, seed=3)
     torch.testing.assert_close(product(x, NO_TOKEN_CONTEXT), expected, rtol=1e-5, atol=1e-5)
     assert product(x[:32], NO_TOKEN_CONTEXT).isnan().all()  # few rows are the inner product's
-    assert ScaledProduct.of(matrix, torch.bfloat16) is None  # no such tensor cores here
+    assert ScaledProduct.of(matrix, torch.bfloat16, None) is None  # no such tensor cores here
