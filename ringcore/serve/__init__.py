@@ -9,17 +9,21 @@ Read `app.py` first: it lists every endpoint.
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from ringcore.serve.options import ServiceOptions
+if TYPE_CHECKING:
+    from ringcore.serve.app import create_app
+    from ringcore.serve.options import ServiceOptions
 
 __all__ = ["ServiceOptions", "create_app"]
 
+_MODULES = {"create_app": "ringcore.serve.app", "ServiceOptions": "ringcore.serve.options"}
+
 
 def __getattr__(name: str) -> Any:
-    """`create_app` loads FastAPI; the options do not, and the command line needs only them to show its help."""
-    if name == "create_app":
-        from ringcore.serve.app import create_app
-
-        return create_app
+    """`create_app` loads FastAPI; the options do not, and the command line needs only them to show its help. The
+    Markdown process needs neither."""
+    if name in _MODULES:
+        return vars(import_module(_MODULES[name]))[name]
     raise AttributeError(f"module 'ringcore.serve' has no attribute {name!r}")

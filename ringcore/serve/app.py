@@ -30,6 +30,7 @@ from ringcore.serve.methods import Methods
 from ringcore.serve.monitoring import add_monitoring
 from ringcore.serve.options import ServiceOptions
 from ringcore.serve.otlp import TraceContext
+from ringcore.serve.page_calls import add_page_calls
 from ringcore.serve.responses import add_responses
 from ringcore.serve.service import Service
 from ringcore.serve.streaming import while_connected
@@ -63,6 +64,7 @@ def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> 
 
         app.state.batches = add_batches(app, service, options.batch_dir)
     add_chat_page(app)
+    add_page_calls(app, service)
     return app
 
 

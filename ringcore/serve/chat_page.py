@@ -11,7 +11,10 @@ from fastapi.responses import Response
 __all__ = ["PAGE_PATHS", "add_chat_page"]
 
 _FOLDER = Path(__file__).parent / "page"
-_MODULES = ("api", "elements", "engine", "markdown", "page", "settings", "turn")
+_MODULES = (
+    "api", "chats", "clipboard", "conversation", "elements", "engine", "figures", "key", "markdown", "page", "settings",
+    "store", "turn", "turn_view",
+)  # fmt: skip
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),

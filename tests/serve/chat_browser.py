@@ -28,12 +28,21 @@ def serve_page(folder, **options):
 class ChatPage:
     """A page that was just opened. `check` it at the end: then the browser knows nothing more of it."""
 
-    def __init__(self, browser: Browser, service) -> None:
+    def __init__(self, browser: Browser, service, key: str) -> None:
+        """key: of the service, as if it had been given to the page before."""
         self.browser, self.service = browser, service
         browser.look()
         browser.open("about:blank")
         browser.events.clear()
+        source = f"location.protocol === 'about:' || sessionStorage.setItem('ringcore.key', {json.dumps(key)})"
+        script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=source)
         browser.open(f"{service.url}/")
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
+
+    def reload(self) -> None:
+        address = self.browser.run("location.href")
+        self.browser.open("about:blank")
+        self.browser.open(address)
 
     def ready(self) -> ChatPage:
         self.browser.wait_text("#state-text", "ready")
@@ -60,10 +69,14 @@ class ChatPage:
         self.browser.press("Enter")
 
     def end(self, end: str = "stop") -> str:
-        """The last answer's text, once the answer has ended so."""
+        """The last answer's text, once the answer has ended so and is rendered."""
         ended = self.browser.until(f"document.querySelector('{LAST}').dataset.end")
         assert ended == end, self.browser.text(LAST)
+        self.rendered()
         return self.content()
+
+    def rendered(self) -> None:
+        self.browser.until("!document.querySelector('.content[aria-busy=true]')")
 
     def content(self) -> str:
         return self.browser.text(f"{LAST} .content")
@@ -79,7 +92,7 @@ class ChatPage:
         """What was posted, as the service got it."""
         self.browser.run("0")
         requests = [e["params"]["request"] for e in self.browser.events if e["method"] == "Network.requestWillBeSent"]
-        return [json.loads(request["postData"]) for request in requests if request["method"] == "POST"]
+        return [json.loads(one["postData"]) for one in requests if one["url"].endswith("/v1/chat/completions")]
 
     def check(self, *, allows_failed_requests: bool) -> None:
         """Nothing was asked of others, and the console is empty, but for requests that were to fail."""

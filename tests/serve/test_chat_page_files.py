@@ -65,6 +65,44 @@ def test_the_page_is_not_of_the_interface(service):
     assert chat_page.PAGE_PATHS.isdisjoint(document.json()["paths"])
 
 
+def test_the_page_s_calls(service):
+    def ask(method: str, path: str, **options) -> httpx.Response:
+        headers = {"Authorization": "Bearer a-key"}
+        return httpx.request(method, service.url + path, headers=headers, timeout=DEADLINE_S, **options)
+
+    assert get(service, "/page/defaults").status_code == 401
+    defaults = ask("GET", "/page/defaults").json()
+    assert (defaults["temperature"], defaults["max_tokens"], defaults["max_model_len"]) == (1.0, None, 128)
+    assert httpx.post(f"{service.url}/page/markdown", json={"texts": ["a"]}, timeout=DEADLINE_S).status_code == 401
+    assert ask("POST", "/page/markdown", json={"texts": ["a", "# b\nc"]}).json() == [
+        [{"line": 0, "node": ["p", {}, "a"]}],
+        [{"line": 0, "node": ["h3", {}, "b"]}, {"line": 1, "node": ["p", {}, "c"]}],
+    ]
+    for body in ({"texts": ["a" * 400_001]}, {"texts": ["a"] * 65}, {"texts": "a"}, {"texts": [1]}, {}, []):
+        refused = ask("POST", "/page/markdown", json=body)
+        assert refused.status_code == 400
+        assert "message" in refused.json()["error"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_can_be_read(scheme):
+    """A contrast of at least 4.5, as WCAG 2.2 wants of text."""
+    light, dark = (FOLDER / "page.css").read_text().split("prefers-color-scheme: dark")
+    found = dict(re.findall(r"--([\w-]+): (#\w{6});", dark if scheme == "dark" else light))
+    texts = [name for name in found if name in ("text", "muted", "accent", "bad", "warn") or name.startswith("code-")]
+    assert len(texts) == 11
+    for text in texts:
+        for ground in ("ground", "raised", *(["soft"] if text in ("text", "muted") else [])):
+            low, high = sorted(map(luminance, (found[text], found[ground])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("is_continuous", [False, True])
 def test_usage_in_every_chunk(service, path, is_continuous):

@@ -31,14 +31,17 @@ export async function getJson(path, signal) {
   return (await ask(path, { signal })).json();
 }
 
+export async function postJson(path, body) {
+  return (await ask(path, posted(body))).json();
+}
+
+function posted(body) {
+  return { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+}
+
 /** The chunks of one streamed response. Leaving the loop, or `signal`, aborts the request. */
 export async function* streamChat(body, signal) {
-  const answer = await ask("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const answer = await ask("v1/chat/completions", { ...posted(body), signal });
   for await (const data of eventsOf(answer.body, signal)) {
     if (data === "[DONE]") {
       return;

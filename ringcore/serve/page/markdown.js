@@ -1,245 +1,247 @@
-// A subset of Markdown as DOM nodes. Model output is untrusted: it becomes text nodes only.
+// Markdown as elements. The service parses it (`page/markdown`); its nodes, and the text that it has not parsed yet, become
+// elements and text nodes here. Model output is untrusted, and the page never parses HTML.
 
-import { button, element } from "./elements.js";
+import { postJson } from "./api.js";
+import { copyButton } from "./clipboard.js";
+import { element } from "./elements.js";
 
-const MAX_INLINE = 20000; // characters of a block that are parsed for inline markup: bounds the time
-const MAX_DEPTH = 5; // of emphasis within emphasis
-const FENCE = /^ *(`{3,}|~{3,}) *([^\s`]*)/;
-const HEADING = /^(#{1,6}) +(.*?)(?: +#+)?$/;
-const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/;
-const QUOTE = /^ {0,3}> ?/;
-const TABLE_RULE = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
-const INLINE = new RegExp(
-  [
-    /\\([!-/:-@[-`{-~])/, // 1: escaped
-    /(?<tick>`{1,3})(?!`)(?<code>[^]{1,500}?)(?<!`)\k<tick>(?!`)/,
-    /\*\*(?=\S)(?<strong>[^]{0,499}?\S)\*\*(?!\*)/,
-    /__(?=\S)(?<strong2>[^]{0,499}?\S)__(?!\w)/,
-    /~~(?=\S)(?<gone>[^]{0,499}?\S)~~/,
-    /\*(?=[^\s*])(?<em>[^*]{0,499}?[^\s*])\*/,
-    /(?<!\w)_(?=[^\s_])(?<em2>[^_]{0,499}?[^\s_])_(?!\w)/,
-    /(?<!!)\[(?<label>[^\]\n]{1,500})\]\((?<url>[^()\s]{1,2000})\)/,
-  ]
-    .map((pattern) => pattern.source)
-    .join("|"),
-  "g",
+const MIN_PAUSE_MS = 250; // between two requests for a growing text
+const RETRY_MS = 2000;
+const MAX_RETRIES = 5;
+const MAX_TEXTS = 64; // of one request, and the characters of it
+const MAX_CHARS = 400000;
+const TAGS = new Set(
+  "p h3 h4 h5 h6 blockquote ul ol li hr table thead tbody tr th td em strong del code span a".split(" "),
 );
-const EMPHASIS = { strong: "strong", strong2: "strong", gone: "del", em: "em", em2: "em" };
+const ATTRIBUTES = new Set(["class", "start"]);
+const CLOSED_FENCE = /\n *(`{3,}|~{3,}) *\n*$/;
 
-/** Renders a growing text in `root`: unchanged blocks keep their nodes, and so the user's selection. */
+/** Renders a growing text in `root`: unchanged blocks keep their nodes, and so the user's selection.
+ *
+ * A block before the last one no longer changes, so a growing text is sent from its last block on, and once more as a
+ * whole when it is complete. What is not parsed yet is shown behind it as it is.
+ */
 export class MarkdownView {
   #root;
-  #sources = [];
+  #text = "";
+  #isWhole = false;
+  #rendered = { text: "", isWhole: true };
+  #sources = []; // the node of each block, as JSON
+  #settled = { numBlocks: 0, numChars: 0 };
+  #tail = null;
+  #isRunning = false;
+  #wake = () => {};
 
   constructor(root) {
     this.#root = root;
   }
 
-  update(text) {
-    const blocks = blocksOf(text);
-    blocks.forEach((lines, i) => {
-      const source = lines.join("\n");
-      if (this.#sources[i] === source) {
-        return;
+  update(text, isWhole) {
+    this.#text = text.replace(/\r\n?/g, "\n");
+    this.#isWhole = isWhole;
+    if (!this.#text.startsWith(this.#rendered.text)) {
+      this.#show([], "", false);
+    }
+    this.#showTail();
+    if (!this.#isRunning) {
+      this.#run();
+    } else if (isWhole) {
+      this.#wake();
+    }
+  }
+
+  async #run() {
+    this.#isRunning = true;
+    this.#root.ariaBusy = "true";
+    let numFailures = 0;
+    while (numFailures <= MAX_RETRIES && !this.#isCurrent()) {
+      const beganMs = performance.now();
+      const [text, isWhole] = [this.#text, this.#isWhole];
+      const numSkipped = isWhole ? 0 : this.#settled.numChars;
+      try {
+        const blocks = text ? await rendering.render(text.slice(numSkipped)) : [];
+        if (this.#text.startsWith(text)) {
+          this.#show(blocks, text, isWhole);
+        }
+        numFailures = 0;
+      } catch (error) {
+        numFailures = error.isTemporary ? numFailures + 1 : Infinity; // it stays as it is
       }
-      this.#sources[i] = source;
-      const node = blockNode(lines);
-      const old = this.#root.childNodes[i];
-      if (old) {
-        old.replaceWith(node);
-      } else {
-        this.#root.append(node);
+      // A service that is slow at it is asked less often.
+      const pauseMs = numFailures ? RETRY_MS : Math.max(MIN_PAUSE_MS, 5 * (performance.now() - beganMs));
+      if (numFailures || !this.#isWhole) {
+        await this.#pause(pauseMs);
       }
+    }
+    this.#isRunning = false;
+    this.#root.ariaBusy = "false";
+  }
+
+  #isCurrent() {
+    return this.#rendered.text === this.#text && (this.#rendered.isWhole || !this.#isWhole);
+  }
+
+  #pause(ms) {
+    return new Promise((resolve) => {
+      const timer = setTimeout(resolve, ms);
+      this.#wake = () => {
+        clearTimeout(timer);
+        resolve();
+      };
     });
-    this.#sources.length = blocks.length;
-    while (this.#root.childNodes.length > blocks.length) {
+  }
+
+  #show(blocks, text, isWhole) {
+    this.#tail?.remove();
+    this.#tail = null;
+    const [skipped, first] = isWhole || !text ? [0, 0] : [this.#settled.numChars, this.#settled.numBlocks];
+    blocks.forEach(({ node }, i) => this.#showBlock(first + i, node));
+    const num = first + blocks.length;
+    this.#sources.length = num;
+    while (this.#root.childNodes.length > num) {
       this.#root.lastChild.remove();
     }
-  }
-}
-
-/** The lines of each block. */
-function blocksOf(text) {
-  const lines = text.split("\n");
-  const blocks = [];
-  for (let i = 0; i < lines.length; ) {
-    if (!lines[i].trim()) {
-      i += 1;
-      continue;
+    if (blocks.length) {
+      const lines = text.slice(skipped).split("\n").slice(0, blocks.at(-1).line);
+      const numChars = skipped + lines.reduce((sum, line) => sum + line.length + 1, 0);
+      this.#settled = { numBlocks: num - 1, numChars };
+    } else {
+      this.#settled = { numBlocks: first, numChars: skipped };
     }
-    const end = blockEnd(lines, i);
-    blocks.push(lines.slice(i, end));
-    i = end;
+    this.#rendered = { text, isWhole };
+    this.#showTail();
   }
-  return blocks;
+
+  #showBlock(i, node) {
+    const source = JSON.stringify(node);
+    if (this.#sources[i] === source) {
+      return;
+    }
+    this.#sources[i] = source;
+    const made = elementOf(node);
+    const old = this.#root.childNodes[i];
+    if (old) {
+      old.replaceWith(made);
+    } else {
+      this.#root.append(made);
+    }
+  }
+
+  /** The text that is not parsed yet, where it probably belongs. */
+  #showTail() {
+    const text = this.#text.slice(this.#rendered.text.length);
+    if (!text) {
+      this.#tail?.remove();
+      this.#tail = null;
+      return;
+    }
+    this.#tail ??= this.#addTail(text);
+    this.#tail.textContent = text;
+  }
+
+  #addTail(text) {
+    const last = this.#root.lastElementChild;
+    const code = last?.matches("figure") && !CLOSED_FENCE.test(this.#rendered.text) && last.querySelector("code");
+    const isNew = !last || /\n$/.test(this.#rendered.text) || text.startsWith("\n") || last.matches("hr, figure, .table");
+    const tail = element(code || !isNew ? "span" : "p", { class: "tail" });
+    (code || (isNew ? this.#root : innermost(last))).append(tail);
+    return tail;
+  }
 }
 
-function blockEnd(lines, start) {
-  const line = lines[start];
-  const fence = FENCE.exec(line);
-  if (fence) {
-    return fenceEnd(lines, start, fence[1]);
-  }
-  if (HEADING.test(line) || RULE.test(line)) {
-    return start + 1;
-  }
-  if (QUOTE.test(line)) {
-    return endWhere(lines, start, (one) => !QUOTE.test(one));
-  }
-  if (ITEM.test(line)) {
-    // Indented lines continue an item; a code block is a block of its own.
-    return endWhere(lines, start, (one) => FENCE.test(one) || !(ITEM.test(one) || /^ +\S/.test(one)));
-  }
-  if (isTable(lines, start)) {
-    return endWhere(lines, start, (one) => !one.includes("|"));
-  }
-  return endWhere(lines, start, (one, i) => !one.trim() || begins(one) || isTable(lines, i));
-}
+/** Sends texts that are asked for together in one request, one request at a time. */
+class Rendering {
+  #waiting = []; // {text, resolve, reject}
+  #isRunning = false;
 
-function endWhere(lines, start, isOver) {
-  let i = start + 1;
-  while (i < lines.length && !isOver(lines[i], i)) {
-    i += 1;
-  }
-  return i;
-}
-
-function fenceEnd(lines, start, fence) {
-  const end = endWhere(lines, start, (one) => {
-    const bare = one.trim();
-    return bare.startsWith(fence) && bare === fence[0].repeat(bare.length);
-  });
-  return Math.min(end + 1, lines.length); // not closed yet: extends to the end
-}
-
-function begins(line) {
-  return [FENCE, HEADING, RULE, QUOTE, ITEM].some((pattern) => pattern.test(line));
-}
-
-function isTable(lines, i) {
-  return lines[i].includes("|") && TABLE_RULE.test(lines[i + 1] ?? "");
-}
-
-function blockNode(lines) {
-  const [first] = lines;
-  const fence = FENCE.exec(first);
-  if (fence) {
-    return codeNode(lines, fence);
-  }
-  const heading = HEADING.exec(first);
-  if (heading) {
-    return element(`h${Math.min(heading[1].length + 2, 6)}`, {}, ...inlineNodes(heading[2]));
-  }
-  if (RULE.test(first)) {
-    return element("hr");
-  }
-  if (QUOTE.test(first)) {
-    return element("blockquote", {}, ...inlineNodes(lines.map((line) => line.replace(QUOTE, "")).join("\n")));
-  }
-  if (ITEM.test(first)) {
-    return listNode(lines);
-  }
-  if (isTable(lines, 0)) {
-    return tableNode(lines);
-  }
-  return element("p", {}, ...inlineNodes(lines.join("\n")));
-}
-
-function codeNode(lines, [, fence, language]) {
-  const last = lines.at(-1).trim();
-  const isClosed = lines.length > 1 && last.startsWith(fence) && last === fence[0].repeat(last.length);
-  const indent = /^ */.exec(lines[0])[0].length;
-  const code = lines
-    .slice(1, isClosed ? -1 : undefined)
-    .map((line) => line.slice(Math.min(indent, /^ */.exec(line)[0].length)))
-    .join("\n");
-  const head = element("figcaption", {}, element("span", {}, language || "text"));
-  if (navigator.clipboard) {
-    // The clipboard exists only in secure contexts: localhost or https.
-    const copy = button("Copy", async () => {
-      await navigator.clipboard.writeText(code);
-      copy.textContent = "Copied";
+  /** The blocks of a text; raises `ApiError`. */
+  render(text) {
+    return new Promise((resolve, reject) => {
+      this.#waiting.push({ text, resolve, reject });
+      if (!this.#isRunning) {
+        this.#run();
+      }
     });
-    head.append(copy);
   }
-  return element("figure", { class: "code" }, head, element("pre", { tabindex: "0" }, element("code", {}, code)));
-}
 
-/** Nested lists by indentation. */
-function listNode(lines) {
-  const root = element("div", { class: "list" });
-  let open = []; // {indent, list}
-  for (const line of lines) {
-    const item = ITEM.exec(line);
-    if (!item) {
-      open.at(-1).list.lastChild.append("\n", ...inlineNodes(line.trim()));
-      continue;
+  async #run() {
+    this.#isRunning = true;
+    await null; // for those of the same turn of the event loop
+    while (this.#waiting.length) {
+      await this.#send(this.#next());
     }
-    const [, { length: indent }, mark, text] = item;
-    open = open.filter((one, i) => i === 0 || one.indent <= indent);
-    const isOrdered = /\d/.test(mark);
-    const top = open.at(-1);
-    if (!top || (indent > top.indent + 1 && open.length < MAX_DEPTH)) {
-      const list = element(isOrdered ? "ol" : "ul", isOrdered ? { start: String(parseInt(mark, 10)) } : {});
-      (top ? top.list.lastChild : root).append(list);
-      open.push({ indent, list });
+    this.#isRunning = false;
+  }
+
+  #next() {
+    let num = 0;
+    let numChars = 0;
+    while (num < Math.min(MAX_TEXTS, this.#waiting.length)) {
+      numChars += this.#waiting[num].text.length;
+      if (num > 0 && numChars > MAX_CHARS) {
+        break;
+      }
+      num += 1;
     }
-    open.at(-1).list.append(element("li", {}, ...inlineNodes(text)));
+    return this.#waiting.splice(0, num);
   }
-  return root;
+
+  async #send(jobs) {
+    try {
+      const answers = await postJson("page/markdown", { texts: jobs.map((job) => job.text) });
+      jobs.forEach((job, i) => job.resolve(answers[i]));
+    } catch (error) {
+      if (jobs.length === 1 || error.isTemporary) {
+        jobs.forEach((job) => job.reject(error));
+        return;
+      }
+      for (const job of jobs) {
+        await this.#send([job]); // one of them is refused, the others need not be
+      }
+    }
+  }
 }
 
-function tableNode(lines) {
-  const row = (line, tag) =>
-    element("tr", {}, ...cells(line).map((cell) => element(tag, {}, ...inlineNodes(cell))));
-  const body = lines.slice(2).map((line) => row(line, "td"));
-  const table = element("table", {}, element("thead", {}, row(lines[0], "th")), element("tbody", {}, ...body));
-  return element("div", { class: "table", tabindex: "0" }, table);
+const rendering = new Rendering();
+
+function innermost(node) {
+  const last = node.lastChild;
+  return last instanceof Element && last.matches("ul, ol, li, p, blockquote") ? innermost(last) : node;
 }
 
-function cells(line) {
-  return line
-    .trim()
-    .replace(/^\||\|$/g, "")
-    .split("|")
-    .map((cell) => cell.trim());
+/** The element, or text, of a node: a text, or [tag, attributes, ...children]. */
+function elementOf(node) {
+  if (typeof node === "string") {
+    return node;
+  }
+  const [tag, given, ...children] = node;
+  if (!TAGS.has(tag)) {
+    throw new Error(`<${tag}> is not of Markdown`);
+  }
+  const inner = children.map(elementOf);
+  if (tag === "code" && given.language !== undefined) {
+    return codeBlock(given.language, inner);
+  }
+  if (tag === "a") {
+    return link(given.href, inner);
+  }
+  const attributes = Object.fromEntries(Object.entries(given).filter(([name]) => ATTRIBUTES.has(name)));
+  const made = element(tag, attributes, ...inner);
+  return tag === "table" ? element("div", { class: "table", tabindex: "0" }, made) : made;
 }
 
-function inlineNodes(text, depth = 0) {
-  if (text.length > MAX_INLINE || depth >= MAX_DEPTH) {
-    return [text];
-  }
-  const nodes = [];
-  let end = 0;
-  for (const match of text.matchAll(INLINE)) {
-    nodes.push(text.slice(end, match.index), inlineNode(match, depth + 1));
-    end = match.index + match[0].length;
-  }
-  nodes.push(text.slice(end));
-  return nodes.filter((node) => node !== "");
+function codeBlock(language, inner) {
+  const code = element("code", {}, ...inner);
+  const copy = copyButton(() => code.textContent, "the code");
+  const head = element("figcaption", {}, element("span", {}, language || "text"), copy);
+  return element("figure", { class: "code" }, head, element("pre", { tabindex: "0" }, code));
 }
 
-function inlineNode(match, depth) {
-  const { code, label, url, ...emphases } = match.groups;
-  if (match[1] !== undefined) {
-    return match[1];
+/** In a new tab, without opener and referrer. */
+function link(href, inner) {
+  if (!/^(https?|mailto):/i.test(href)) {
+    throw new Error("a link of another scheme");
   }
-  if (code !== undefined) {
-    return element("code", {}, code);
-  }
-  if (label !== undefined) {
-    return linkNode(match[0], label, url, depth);
-  }
-  const name = Object.keys(EMPHASIS).find((one) => emphases[one] !== undefined);
-  return element(EMPHASIS[name], {}, ...inlineNodes(emphases[name], depth));
-}
-
-/** A link for http(s) only, in a new tab without opener and referrer; else the source text. */
-function linkNode(source, label, url, depth) {
-  if (!/^https?:\/\//i.test(url) || !URL.canParse(url)) {
-    return source;
-  }
-  const attributes = { href: url, title: url, target: "_blank", rel: "noopener noreferrer nofollow" };
-  return element("a", attributes, ...inlineNodes(label, depth));
+  const attributes = { href, title: href, target: "_blank", rel: "noopener noreferrer nofollow" };
+  return element("a", attributes, ...inner);
 }

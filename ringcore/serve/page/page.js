@@ -1,19 +1,29 @@
-// The page: a conversation with the model, and its timings.
+// The page: the conversation that is shown, its composer, and the others.
 
-import { ApiError, getJson, hasKey, keepKey, streamChat } from "./api.js";
+import { ApiError, getJson } from "./api.js";
+import { ChatList } from "./chats.js";
+import { Conversation } from "./conversation.js";
 import { byId, setText } from "./elements.js";
 import { EngineMonitor } from "./engine.js";
-import { Settings, SettingsError } from "./settings.js";
-import { Turn } from "./turn.js";
+import { askForKey } from "./key.js";
+import { Settings } from "./settings.js";
+import { ConversationStore } from "./store.js";
 
 const NEAR_END = 80; // pixels: a view this near to the end scrolls with a growing answer
 
 class Page {
-  #settings = new Settings();
-  #engine = new EngineMonitor();
-  #turns = [];
-  #abortController = null; // the AbortController of the streaming answer
-  #model = null;
+  #service = { model: null, settings: new Settings(), engine: new EngineMonitor(), askForKey };
+  #store = new ConversationStore();
+  #live = new Map(); // by id: the conversations that are shown or answered
+  #current = null;
+  #isAtEnd = true;
+  #list = new ChatList({
+    open: (id) => this.#open(id),
+    rename: (id, title) => this.#rename(id, title),
+    remove: (id) => this.#remove(id),
+    putBack: (kept) => this.#putBack(kept),
+    removeAll: () => this.#store.list().map(({ id }) => this.#remove(id)),
+  });
 
   start() {
     const message = byId("message");
@@ -31,35 +41,41 @@ class Page {
     message.addEventListener("input", () => this.#showComposer());
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
-        this.#stop();
+        this.#current.stop();
       }
     });
-    byId("stop").addEventListener("click", () => this.#stop());
-    byId("new-chat").addEventListener("click", () => this.#newChat());
-    byId("open-settings").addEventListener("click", () => this.#settings.open());
+    byId("stop").addEventListener("click", () => this.#current.stop());
+    byId("new-chat").addEventListener("click", () => this.#new());
+    byId("open-settings").addEventListener("click", () => this.#service.settings.open());
+    window.addEventListener("hashchange", () => this.#openNamed());
+    window.addEventListener("pagehide", () => this.#saveLive());
+    document.addEventListener("visibilitychange", () => document.hidden && this.#saveLive());
+    this.#store.onChange(() => this.#drawList());
     this.#keepAtEnd();
-    this.#showComposer();
-    this.#engine.start();
-    this.#nameModel();
+    this.#openNamed();
+    this.#service.engine.start();
+    this.#learn();
   }
 
-  /** Loads the model's name, once the service responds and has a key if it requires one. */
-  async #nameModel() {
+  /** Loads the model's name and its defaults, once the service responds and has a key if it requires one. */
+  async #learn() {
     const { signal } = new AbortController();
     for (;;) {
       try {
         const { data } = await getJson("v1/models", signal);
-        this.#model = data[0].id;
+        this.#service.settings.showDefaults(await getJson("page/defaults", signal));
+        const [{ id: model }] = data;
+        this.#service.model = model;
         // Shows the last part of a path; the title has the whole.
-        setText(byId("model"), this.#model.split("/").findLast((part) => part) ?? this.#model);
-        byId("model").title = this.#model;
+        setText(byId("model"), model.split("/").findLast((part) => part) ?? model);
+        byId("model").title = model;
         document.title = byId("model").textContent;
         return;
       } catch (error) {
         if (error.wantsKey) {
           await askForKey();
         } else if (error instanceof ApiError) {
-          await this.#engine.ready(error.retryAfterS, signal);
+          await this.#service.engine.ready(error.retryAfterS, signal);
         } else {
           throw error; // a bug of the page's
         }
@@ -67,114 +83,167 @@ class Page {
     }
   }
 
+  // ------------------------------------------------------------------------------------------------------------
+  // Which conversation is shown.
+
+  /** The conversation that the address names, which a reload keeps; else a new one. */
+  #openNamed() {
+    const id = location.hash.slice(1);
+    if (this.#live.has(id) || this.#store.load(id)) {
+      this.#open(id);
+    } else {
+      this.#show(this.#made());
+    }
+  }
+
+  #new() {
+    this.#show(this.#made());
+    byId("message").focus();
+  }
+
+  #made() {
+    return new Conversation(this.#service, (changed) => this.#onChange(changed));
+  }
+
+  #open(id) {
+    const kept = this.#live.has(id) ? null : this.#store.load(id);
+    const restored = kept && Conversation.restored(kept, this.#service, (changed) => this.#onChange(changed));
+    const conversation = this.#live.get(id) ?? restored;
+    if (conversation && conversation !== this.#current) {
+      this.#show(conversation);
+      byId("message").focus();
+    }
+  }
+
+  #show(conversation) {
+    const before = this.#current;
+    if (before && !before.isAnswering) {
+      this.#live.delete(before.id);
+    }
+    this.#current = conversation;
+    this.#live.set(conversation.id, conversation);
+    byId("messages").replaceChildren(...conversation.turns.map((turn) => turn.node));
+    this.#nameInAddress();
+    this.#drawList();
+    this.#showComposer();
+    this.#scrollToEnd();
+  }
+
+  #nameInAddress() {
+    const hash = this.#current.turns.length ? `#${this.#current.id}` : "";
+    if (location.hash !== hash) {
+      history.replaceState(null, "", hash || location.pathname + location.search);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------
+  // Conversations change.
+
+  #onChange(conversation) {
+    if (!this.#live.has(conversation.id)) {
+      return; // it was deleted, and its answer has stopped
+    }
+    const isCurrent = conversation === this.#current;
+    if (!isCurrent && !conversation.isAnswering) {
+      this.#live.delete(conversation.id);
+    }
+    this.#service.engine.isBusy = [...this.#live.values()].some((one) => one.isAnswering);
+    this.#service.engine.pollNow();
+    this.#save(conversation);
+    this.#drawList();
+    if (!isCurrent) {
+      return;
+    }
+    this.#drawTurns();
+    this.#nameInAddress();
+    this.#showComposer();
+    this.#announce();
+  }
+
+  #drawTurns() {
+    const messages = byId("messages");
+    const nodes = this.#current.turns.map((turn) => turn.node);
+    [...messages.childNodes].filter((node) => !nodes.includes(node)).forEach((node) => node.remove());
+    const added = nodes.slice(messages.childNodes.length);
+    messages.append(...added);
+    if (added.length) {
+      this.#scrollToEnd();
+    }
+  }
+
+  #announce() {
+    const turn = this.#current.turns.at(-1);
+    const texts = { stopped: "Stopped.", error: "The answer failed." };
+    const text = this.#current.isAnswering ? "Waiting for the answer." : (texts[turn.end] ?? `Answer: ${turn.content}`);
+    setText(byId("announcer"), text);
+  }
+
+  #save(conversation) {
+    if (!this.#store.save(conversation)) {
+      this.#list.warn("The browser keeps no more: its storage is full, or forbidden to this page.");
+    }
+  }
+
+  #saveLive() {
+    [...this.#live.values()].filter((one) => one.isAnswering).forEach((one) => this.#save(one));
+  }
+
+  #rename(id, title) {
+    const live = this.#live.get(id);
+    const conversation = live ?? this.#store.load(id);
+    if (conversation) {
+      conversation.title = title;
+      this.#save(conversation);
+    }
+    this.#drawList();
+  }
+
+  /** Returns it as it was kept. */
+  #remove(id) {
+    const live = this.#live.get(id);
+    live?.stop();
+    const kept = live ? JSON.parse(JSON.stringify(live)) : this.#store.load(id);
+    this.#live.delete(id);
+    this.#store.remove(id);
+    if (this.#current.id === id) {
+      this.#show(this.#made());
+    }
+    this.#drawList();
+    return kept;
+  }
+
+  #putBack(kept) {
+    if (kept) {
+      this.#store.save(kept);
+      this.#drawList();
+    }
+  }
+
+  #drawList() {
+    const answering = [...this.#live.values()].filter((one) => one.isAnswering).map(({ id }) => id);
+    this.#list.draw(this.#store.list(), this.#current.id, new Set(answering));
+  }
+
+  // ------------------------------------------------------------------------------------------------------------
+  // The composer and the view.
+
   #send() {
     const message = byId("message");
     const question = message.value.trim();
-    if (!question || this.#abortController) {
+    if (!question || this.#current.isAnswering) {
       return;
     }
     message.value = "";
-    const turn = new Turn(question);
-    this.#turns.push(turn);
-    byId("messages").append(turn.node);
-    this.#answer(turn);
-    scrollToEnd();
-  }
-
-  async #answer(turn) {
-    this.#abortController = new AbortController();
-    this.#engine.isBusy = true;
-    this.#engine.pollNow();
-    this.#showComposer();
-    announce("Waiting for the answer.");
-    try {
-      await this.#stream(turn, this.#abortController.signal);
-      turn.finished();
-      announce(`Answer: ${turn.content}`);
-    } catch (error) {
-      this.#showFailure(turn, error);
-    } finally {
-      this.#abortController = null;
-      this.#engine.isBusy = false;
-      this.#engine.pollNow();
-      this.#showComposer();
-    }
-  }
-
-  /** Streams the whole answer. A request that failed before its first chunk is retried if that may help. */
-  async #stream(turn, signal) {
-    for (;;) {
-      turn.begin();
-      try {
-        for await (const chunk of streamChat(this.#request(turn), signal)) {
-          turn.take(chunk);
-        }
-        return;
-      } catch (error) {
-        if (error.wantsKey && turn.isEmpty) {
-          await askForKey(signal);
-        } else if (error.isTemporary && turn.isEmpty) {
-          turn.waits(error.message);
-          await this.#engine.ready(error.retryAfterS, signal);
-        } else {
-          throw error;
-        }
-      }
-    }
-  }
-
-  #request(turn) {
-    const fields = this.#settings.fields();
-    const before = this.#turns.slice(0, this.#turns.indexOf(turn)).flatMap((one) => one.messages);
-    const { system } = this.#settings;
-    const messages = [
-      ...(system ? [{ role: "system", content: system }] : []),
-      ...before,
-      { role: "user", content: turn.question },
-    ];
-    const usage = { include_usage: true, continuous_usage_stats: true };
-    return { ...(this.#model && { model: this.#model }), messages, stream: true, stream_options: usage, ...fields };
-  }
-
-  #showFailure(turn, error) {
-    if (error.name === "AbortError") {
-      turn.stopped();
-      announce("Stopped.");
-      return;
-    }
-    const actions = [["Try again", () => this.#again(turn)]];
-    if (error.param && this.#settings.has(error.param)) {
-      actions.push(["Open settings", () => this.#settings.open(error.param, error.message)]);
-    }
-    turn.failed(error, actions);
-    if (!(error instanceof ApiError || error instanceof SettingsError)) {
-      throw error; // a bug of the page's
-    }
-  }
-
-  #again(turn) {
-    if (!this.#abortController) {
-      this.#answer(turn);
-    }
-  }
-
-  #stop() {
-    this.#abortController?.abort();
-  }
-
-  #newChat() {
-    this.#stop();
-    this.#turns = [];
-    byId("messages").replaceChildren();
-    this.#showComposer();
-    byId("message").focus();
+    this.#current.ask(question);
+    this.#scrollToEnd();
   }
 
   #showComposer() {
     const message = byId("message");
-    const isAnswering = this.#abortController !== null;
+    const { isAnswering } = this.#current;
     const hadFocus = [byId("send"), byId("stop")].includes(document.activeElement);
-    byId("welcome").hidden = this.#turns.length > 0;
+    byId("welcome").hidden = this.#current.turns.length > 0;
+    byId("messages").classList.toggle("answering", isAnswering);
     byId("send").hidden = isAnswering;
     byId("stop").hidden = !isAnswering;
     byId("send").disabled = !message.value.trim();
@@ -188,48 +257,25 @@ class Page {
   /** Scrolls with the growing answer, unless the user has scrolled up. */
   #keepAtEnd() {
     const scroll = byId("scroll");
-    let isAtEnd = true;
-    scroll.addEventListener("scroll", () => {
-      isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR_END;
+    const look = () => {
+      this.#isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR_END;
+      byId("jump").hidden = this.#isAtEnd;
+    };
+    scroll.addEventListener("scroll", look);
+    byId("jump").addEventListener("click", () => {
+      this.#scrollToEnd();
+      byId("message").focus();
     });
-    new ResizeObserver(() => isAtEnd && scrollToEnd()).observe(byId("messages"));
+    const grown = new ResizeObserver(() => (this.#isAtEnd ? this.#scrollToEnd() : look()));
+    grown.observe(byId("messages"));
+    grown.observe(scroll);
   }
-}
 
-function scrollToEnd() {
-  const scroll = byId("scroll");
-  scroll.scrollTop = scroll.scrollHeight;
-}
-
-function announce(text) {
-  setText(byId("announcer"), text);
-}
-
-/** Waits until the user has entered a key, which may be wrong again. */
-async function askForKey(signal) {
-  const dialog = byId("key");
-  setText(
-    byId("key-problem"),
-    hasKey() ? "The service does not know this key. Give another one." : "This service asks for a key. It is kept until this tab is closed.",
-  );
-  byId("key-value").value = "";
-  if (!dialog.open) {
-    dialog.showModal();
-  }
-  const over = new AbortController(); // removes the listeners
-  const { promise, resolve, reject } = Promise.withResolvers();
-  const given = () => {
-    keepKey(byId("key-value").value.trim());
-    resolve();
-  };
-  byId("key-form").addEventListener("submit", given, { signal: over.signal });
-  // The page needs a key: closed by Escape, the dialog opens again.
-  dialog.addEventListener("close", () => dialog.showModal(), { signal: over.signal });
-  signal?.addEventListener("abort", () => reject(signal.reason), { signal: over.signal });
-  try {
-    await promise;
-  } finally {
-    over.abort();
+  #scrollToEnd() {
+    const scroll = byId("scroll");
+    scroll.scrollTop = scroll.scrollHeight;
+    this.#isAtEnd = true;
+    byId("jump").hidden = true;
   }
 }
 

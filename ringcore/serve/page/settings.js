@@ -1,6 +1,7 @@
 // The user's settings for all answers, in the browser's local storage.
 
 import { byId, setText } from "./elements.js";
+import { readKept, writeKept } from "./store.js";
 
 const STORED = "ringcore.settings";
 
@@ -16,7 +17,7 @@ export class Settings {
   #form = byId("settings-form");
 
   constructor() {
-    const stored = JSON.parse(localStorage.getItem(STORED) ?? "{}");
+    const stored = JSON.parse(readKept(STORED) ?? "{}");
     for (const input of this.#inputs()) {
       input.value = stored[input.name] ?? "";
     }
@@ -42,6 +43,16 @@ export class Settings {
     const stop = this.#form.elements.stop.value.split("\n").filter((line) => line !== "");
     const tools = this.#form.elements.tools.value.trim();
     return { ...fields, ...(stop.length && { stop }), ...(tools && { tools: parsedTools(tools) }) };
+  }
+
+  /** defaults: what an answer has by field, and max_model_len, the most tokens of a question and its answer. */
+  showDefaults({ max_model_len: maxModelLen, max_tokens: maxTokens, ...defaults }) {
+    for (const [name, value] of Object.entries(defaults)) {
+      this.#input(name).placeholder = `default ${value}`;
+    }
+    this.#input("max_tokens").placeholder = maxTokens === null ? "what fits" : `default ${maxTokens}`;
+    this.#input("seed").placeholder = "random";
+    setText(byId("context-hint"), `The model takes ${maxModelLen} tokens: the conversation, and its next answer.`);
   }
 
   has(param) {
@@ -73,7 +84,7 @@ export class Settings {
 
   #changed() {
     const kept = this.#inputs().filter((input) => input.value !== "");
-    localStorage.setItem(STORED, JSON.stringify(Object.fromEntries(kept.map((one) => [one.name, one.value]))));
+    writeKept(STORED, JSON.stringify(Object.fromEntries(kept.map((one) => [one.name, one.value]))));
   }
 
   #reset() {
