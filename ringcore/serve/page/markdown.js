@@ -5,7 +5,7 @@ import { postJson } from "./api.js";
 import { copyButton } from "./clipboard.js";
 import { element } from "./elements.js";
 
-const MIN_PAUSE_MS = 250; // between two requests for a growing text
+const MIN_PAUSE_MS = 330; // between two requests for a growing text
 const RETRY_MS = 2000;
 const MAX_RETRIES = 5;
 const MAX_TEXTS = 64; // of one request, and the characters of it
