@@ -41,7 +41,9 @@ class BatchOptions:
         None, "requests that an engine has at once; default: twice its max_num_seqs, so that it never waits for one"
     )
     look_ahead: int = _option(1024, "lines that are read ahead, and run in the order of their prompts' beginnings")
-    sync_interval_s: float = _option(1.0, "how often results are forced to the disk: a power cut costs what is younger")
+    sync_interval_s: float = _option(
+        1.0, "seconds between two times that results are forced to the disk: a power cut costs what is younger"
+    )
     engine_restarts: int = _option(8, "how often in a row engines may die without a result between, until the job ends")
     max_line_bytes: int = _option(16 << 20, "a longer line of the input is an error record")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ def make_app() -> typer.Typer:
         help="Runs large language models on this machine.",
         no_args_is_help=True,
         add_completion=True,
-        context_settings={"help_option_names": ["-h", "--help"]},  # of every command
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},  # of every command
         pretty_exceptions_enable=False,  # `main` reports our errors; a bug gets Python's own traceback
         rich_markup_mode=None,
     )
@@ -30,6 +31,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.doctor import doctor
     from ringcore.cli.dump import dump
     from ringcore.cli.generate import make_generate
+    from ringcore.cli.help import SectionedCommand
     from ringcore.cli.keys import keys
     from ringcore.cli.models import models
     from ringcore.cli.ps import ps
@@ -41,22 +43,23 @@ def make_app() -> typer.Typer:
     from ringcore.cli.verify import make_verify
     from ringcore.cli.worker import worker
 
-    app.command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
-    app.command("batch", short_help="Answer a file of requests, resumable after any end.")(make_batch())
-    app.command("chat", short_help="Talk to a model, or to a service behind a URL.")(make_chat())
-    app.command("serve", short_help="Serve a model over HTTP, by OpenAI's interface.")(make_serve())
-    app.command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())
+    command = partial(app.command, cls=SectionedCommand)
+    command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
+    command("batch", short_help="Answer a file of requests, resumable after any end.")(make_batch())
+    command("chat", short_help="Talk to a model, or to a service behind a URL.")(make_chat())
+    command("serve", short_help="Serve a model over HTTP, by OpenAI's interface.")(make_serve())
+    command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())
     app.add_typer(make_bench(), name="bench", short_help="Measure a model, or a service behind a URL.")
-    app.command("models", short_help="List the models that can be served, and why others cannot.")(models)
-    app.command("verify", short_help="Compare what a model generates here with transformers.")(make_verify())
-    app.command("ps", short_help="List the engines that this user runs on this host.")(ps)
-    app.command("top", short_help="Show what a running engine does, live in the terminal.")(top)
-    app.command("dump", short_help="Write a running engine's whole state as JSON.")(dump)
-    app.command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
-    app.command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
-    app.command("trace", short_help="Record a timeline of a running engine's processes.")(trace)
-    app.command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
-    app.command("worker", short_help="Run workers of an engine on another host.")(worker)
+    command("models", short_help="List the models that can be served, and why others cannot.")(models)
+    command("verify", short_help="Compare what a model generates here with transformers.")(make_verify())
+    command("ps", short_help="List the engines that this user runs on this host.")(ps)
+    command("top", short_help="Show what a running engine does, live in the terminal.")(top)
+    command("dump", short_help="Write a running engine's whole state as JSON.")(dump)
+    command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
+    command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
+    command("trace", short_help="Record a timeline of a running engine's processes.")(trace)
+    command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
+    command("worker", short_help="Run workers of an engine on another host.")(worker)
     return app
 
 
@@ -75,9 +78,9 @@ def _options(
     ] = False,
     log_level: Annotated[
         LogLevel | None,
-        typer.Option(help="of all processes, which log to stderr; default: info of 'serve', warning of the others"),
+        typer.Option(help="what all processes log to stderr: this and worse; default: info for serve, else warning"),
     ] = None,
-    log_format: Annotated[LogFormat, typer.Option(help="json: one object a line")] = LogFormat.text,
+    log_format: Annotated[LogFormat, typer.Option(help="lines of text, or a JSON object a line")] = LogFormat.text,
 ) -> None:
     """Runs large language models on this machine. The options of logs may follow the command too."""
     default = LogLevel.info if context.invoked_subcommand == "serve" else LogLevel.warning

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ringcore.bench.options import LatencyOptions, LoadOptions, PromptOptions, ReportOptions, TargetOptions
+from ringcore.cli.help import SectionedCommand
 from ringcore.cli.options import dataclass_options, engine_options, given, with_options
 from ringcore.errors import ConfigError
 
@@ -27,13 +28,14 @@ _COMMON = (TargetOptions, PromptOptions, ReportOptions)
 
 def make_bench() -> typer.Typer:
     """The commands, each with a flag for every option of the benchmark and of the engine."""
-    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    text = "Measures a model in this process, or a service behind a URL: its latency, throughput, or both under load."
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=text)
     for command, kinds, short in (
         (latency, (LatencyOptions,), "Time a batch of requests, over and over."),
         (throughput, (), "Time many requests that all come at once."),
         (serve, (LoadOptions,), "Put a service's load on it: TTFT, ITL, TPOT, goodput."),
     ):
-        app.command(command.__name__, short_help=short)(_with_flags(command, *kinds))
+        app.command(command.__name__, cls=SectionedCommand, short_help=short)(_with_flags(command, *kinds))
     return app
 
 

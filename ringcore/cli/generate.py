@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,11 @@ __all__ = ["make_generate"]
 _INTERRUPTED = 128 + signal.SIGINT
 
 
+class Order(StrEnum):
+    input = "input"
+    completion = "completion"
+
+
 def make_generate() -> Callable[..., None]:
     """The command, with a flag for every engine option and sampling parameter."""
     return with_options(generate, [*sampling_options(), *engine_options()])
@@ -33,10 +39,13 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user message to a chat model")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt on stdout")] = False,
+    order: Annotated[
+        Order, typer.Option(help="input: a result waits for those of the prompts before it; completion: none waits")
+    ] = Order.input,
     progress: Progress = None,
     **options: Any,
 ) -> None:
-    """Completes prompts. Each result is printed as soon as it and those before it are there.
+    """Completes prompts, and prints results while others are computed.
 
     Ctrl-C prints what is finished by then, and exits with 130.
 
@@ -59,7 +68,7 @@ def generate(
     sampling = given(options, sampling_options())
     SamplingParams(**sampling)  # raises before a model is loaded
     named = [_named(i, _conversation(i, p) if chat else p) for i, p in enumerate(prompts)]
-    printer = _Printer(named, _json_line if as_json else _text)
+    printer = _Printer(named, _json_line if as_json else _text, order)
     is_shown = sys.stderr.isatty() and not sys.stdout.isatty() if progress is None else progress
     with LLM(**given(options, engine_options())) as llm:
         params = SamplingParams(**llm.config.model.sampling_defaults | sampling)
@@ -77,15 +86,19 @@ def generate(
 
 
 class _Printer:
-    """Prints outputs in the order of the prompts."""
+    """Prints outputs in the order of the prompts, or at once."""
 
-    def __init__(self, prompts: list[Any], text_of: Callable[[RequestOutput], str]) -> None:
+    def __init__(self, prompts: list[Any], text_of: Callable[[RequestOutput], str], order: Order) -> None:
+        self._order = order
         self._ids: list[str] = [prompt["request_id"] for prompt in prompts if isinstance(prompt, dict)]
         self._text_of = text_of
         self._waiting: dict[str, RequestOutput] = {}
         self._next = self.num_printed = 0
 
     def add(self, output: RequestOutput) -> None:
+        if self._order is Order.completion:
+            self._print(output)
+            return
         self._waiting[output.request_id] = output
         while self._next < len(self._ids) and (first := self._ids[self._next]) in self._waiting:
             self._print(self._waiting.pop(first))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
-from functools import partial
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal
 
 import typer
 
 from ringcore.batch.options import BatchOptions
+from ringcore.cli.help import flag_help
 from ringcore.cli.sizes import SIZE, size_in_bytes
 from ringcore.config import EngineConfig
 from ringcore.errors import unknown_option
@@ -38,15 +40,25 @@ Progress = Annotated[bool | None, typer.Option(help="a progress bar on stderr; d
 # `--seed` is the engine's; a request's own seed is the only option with another flag name.
 _SAMPLING_NAMES = {"seed": "request_seed"}
 _NO_FLAGS = ("output_kind",)  # for streams alone
+# Headings of the help, by the part of `EngineConfig`.
+_HEADINGS = {
+    "model": "Engine: the model",
+    "cache": "Engine: KV cache",
+    "scheduler": "Engine: scheduling",
+    "parallel": "Engine: processes, hosts and operators",
+    "device": "Engine: the device",
+}
 
 
 def engine_options() -> list[inspect.Parameter]:
     """One parameter for each of `EngineConfig.options()`, under its own name."""
     types: dict[str, Any] = {}
-    for part in EngineConfig.PARTS.values():
+    headings: dict[str, str] = {}
+    for name, part in EngineConfig.PARTS.items():
         types |= typing.get_type_hints(part)
+        headings |= dict.fromkeys((field.name for field in fields(part)), _HEADINGS[name])
     return [
-        _parameter(name, types[name], option, option.metadata["option"], required=name == "model")
+        _parameter(name, types[name], option, option.metadata["option"], headings[name], required=name == "model")
         for name, option in EngineConfig.options().items()
     ]
 
@@ -66,14 +78,15 @@ def dataclass_options(kind: type[Any]) -> list[inspect.Parameter]:
 def service_options() -> list[inspect.Parameter]:
     """One parameter for each bound of `ServiceOptions`."""
     types = typing.get_type_hints(ServiceOptions)
-    return [_parameter(f.name, types[f.name], f, f.metadata["option"]) for f in ServiceOptions.bounds()]
+    heading = "Requests, batches and connections"
+    return [_parameter(f.name, types[f.name], f, f.metadata["option"], heading) for f in ServiceOptions.bounds()]
 
 
 def sampling_options() -> list[inspect.Parameter]:
     """One parameter for each field of `SamplingParams`, described by the lines of its docstring."""
     types, docs = typing.get_type_hints(SamplingParams), _field_docs(SamplingParams.__doc__ or "")
     return [
-        _parameter(_SAMPLING_NAMES.get(f.name, f.name), types[f.name], f, docs.get(f.name, ""))
+        _parameter(_SAMPLING_NAMES.get(f.name, f.name), types[f.name], f, docs.get(f.name, ""), "Sampling")
         for f in fields(SamplingParams)
         if f.name not in _NO_FLAGS
     ]
@@ -107,14 +120,18 @@ def with_options(command: Callable[..., None], parameters: Iterable[inspect.Para
     return run
 
 
-def _parameter(name: str, kind: Any, option: Field[Any], doc: str, *, required: bool = False) -> inspect.Parameter:
-    """A keyword whose default is None (not given); the help names the field's own default."""
-    plain, default = _plain_type(kind), option.default
-    if default is not MISSING and default not in (None, "") and not required:
-        doc = f"{doc} (default: {default})"
+def _parameter(
+    name: str, kind: Any, option: Field[Any], doc: str, heading: str | None = None, *, required: bool = False
+) -> inspect.Parameter:
+    """A keyword whose default is None (not given); the help names the field's own default. heading: of the help."""
+    plain = _plain_type(kind)
+    doc = flag_help(option.name, doc, MISSING if required else option.default, _named_fields())
     flag = f"--{name.replace('_', '-')}"
     flags = f"{flag}/--no-{flag[2:]}" if plain is bool else flag
-    flag_option = typer.Option(flags, help=doc, show_default=False, **_reading(name, kind))
+    reading = _reading(name, kind)
+    if typing.get_origin(plain) is list and "repeat it" not in doc:
+        doc = f"{doc}; repeat it for more"
+    flag_option = typer.Option(flags, help=doc, show_default=False, rich_help_panel=heading, **reading)
     annotation = Annotated[plain if required else plain | None, flag_option]  # type: ignore[valid-type]
     return inspect.Parameter(
         name,
@@ -122,6 +139,11 @@ def _parameter(name: str, kind: Any, option: Field[Any], doc: str, *, required: 
         annotation=annotation,
         default=inspect.Parameter.empty if required else None,
     )
+
+
+@cache
+def _named_fields() -> frozenset[str]:
+    return frozenset([*EngineConfig.options(), *(f.name for f in fields(SamplingParams))])
 
 
 def _plain_type(kind: Any) -> Any:
@@ -176,6 +198,6 @@ def _structured_outputs(text: str) -> StructuredOutputsParams:
 
 
 def _field_docs(doc: str) -> dict[str, str]:
-    """The lines "name: text" of a docstring."""
-    pairs = (line.strip().split(": ", 1) for line in doc.splitlines() if ": " in line)
-    return {name: text for name, text in pairs if name.isidentifier()}
+    """The paragraphs "name: text" of a docstring, whose further lines are indented."""
+    found = re.findall(r"^    (\w+): (.+(?:\n {8,}.+)*)", doc, re.M)
+    return {name: " ".join(text.split()) for name, text in found}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import signal
 import socket
 import sys
@@ -42,7 +41,7 @@ def _engine_flags() -> list[Any]:
 def serve(
     model: Annotated[str, typer.Argument(help="a model folder, a .gguf file, or a hub id")],
     host: Annotated[str, typer.Option(help="the address to listen at; 0.0.0.0 for all of IPv4")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks one")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="the port to listen at; 0 picks a free one")] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="the model name for clients; repeat it for more names")
     ] = None,
@@ -79,9 +78,7 @@ def serve(
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="an OTLP/HTTP URL that gets OpenTelemetry spans of every request")
     ] = None,
-    access_log: Annotated[
-        bool, typer.Option(help="a line on stdout for each request, but those of probes, scrapes and the chat page")
-    ] = True,
+    access_log: Annotated[bool, typer.Option(help="log each request on stdout, but what polls")] = True,
     **options: Any,
 ) -> None:
     """Serves a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics and others.
@@ -152,7 +149,6 @@ async def _serve(
     """Returns the exit code. end_s: of the drain, and of the delay before it."""
     from ringcore.front_end.replicas.replica_set import ReplicaSet
     from ringcore.serve import create_app
-    from ringcore.serve.access_log import leave_out_polls
     from ringcore.serve.engine_server import EngineServer
     from ringcore.serve.server import http_config
     from ringcore.serve.throughput_log import throughput_logged
@@ -179,7 +175,6 @@ async def _serve(
             timeout_graceful_shutdown=round(end_s[0] + _END_S),
         )
         write_alike("uvicorn", "uvicorn.access")
-        leave_out_polls(logging.getLogger("uvicorn.access"))
         server = Server(config, engine, *end_s, app.state.service.begin_ending)
         await server.serve(sockets=[listening])
         return server.exit_code

@@ -33,12 +33,14 @@ def simulate(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE.jsonl", help="one request per line: time, prompt_tokens, output_tokens")
     ],
-    gpus: Annotated[int, typer.Option(help="devices; tensor_parallel_size of them per replica")],
-    routing: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affinity")] = "round-robin",
+    gpus: Annotated[int, typer.Option(help="devices in all; a replica has --tensor-parallel-size of them")],
+    routing: Annotated[
+        str, typer.Option(help="which replica gets a request: round-robin, least-loaded or prefix-affinity")
+    ] = "round-robin",
     load_bound: Annotated[
-        float, typer.Option(help="of prefix-affinity: a replica's requests over the mean, at most; 0 for no bound")
+        float, typer.Option(help="prefix-affinity: the most requests of a replica, over the mean; 0 is no bound")
     ] = 1.25,
-    hardware: Annotated[str, typer.Option(help="the device: h200, h100, a100 or l40s")] = "h200",
+    hardware: Annotated[str, typer.Option(help="the kind of device: h200, h100, a100 or l40s")] = "h200",
     measurements: Annotated[
         Path | None, typer.Option(help="measured steps (.jsonl) to fit the costs to, instead of the device's numbers")
     ] = None,
@@ -46,14 +48,14 @@ def simulate(
         int | None,
         typer.Option(help="processes of the simulation, for routing that ignores loads; default: one per core"),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="draw the result; needs ringcore[simulate]")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers as JSON")] = None,
-    poisson: Annotated[float | None, typer.Option(help="generate the trace first: mean requests per second")] = None,
-    requests: Annotated[int, typer.Option(help="of a generated trace: how many")] = 10_000,
-    prompt_tokens: Annotated[int, typer.Option(help="of a generated trace: the mean")] = 500,
-    output_tokens: Annotated[int, typer.Option(help="of a generated trace: the mean")] = 200,
-    prefixes: Annotated[int, typer.Option(help="of a generated trace: how many shared prefixes")] = 0,
-    prefix_tokens: Annotated[int, typer.Option(help="of a generated trace: the length of each")] = 0,
+    png: Annotated[Path | None, typer.Option(help="draw the result into this file; needs ringcore[simulate]")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers into this file as JSON")] = None,
+    poisson: Annotated[float | None, typer.Option(help="generate the trace first, of so many requests/s")] = None,
+    requests: Annotated[int, typer.Option(help="generated trace: how many requests")] = 10_000,
+    prompt_tokens: Annotated[int, typer.Option(help="generated trace: the mean length of prompts, in tokens")] = 500,
+    output_tokens: Annotated[int, typer.Option(help="generated trace: the mean length of answers, in tokens")] = 200,
+    prefixes: Annotated[int, typer.Option(help="generated trace: how many beginnings are shared")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(help="generated trace: the length of each, in tokens")] = 0,
     **options: Any,
 ) -> None:
     """Replays requests over engine replicas in virtual time: a step takes its modelled cost. Prints the results.

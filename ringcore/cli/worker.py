@@ -16,7 +16,9 @@ def worker(
         Path,
         typer.Option(help="a directory with server.key and client.key_secret of 'ringcore keys'", show_default=False),
     ],
-    name: Annotated[str | None, typer.Option(help="in the engine's hosts; default: this host's name")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="this host's name in the engine's hosts; default: its hostname")
+    ] = None,
     patience: Annotated[float, typer.Option(help="seconds to try for without a connection to the engine")] = 600.0,
 ) -> None:
     """Runs workers of an engine on another host, until that engine ends.
@@ -27,7 +29,7 @@ def worker(
 
     Examples:
 
-    \\b
+    \b
       ringcore keys ./join-keys
       ringcore generate --model ./model --prompt "Once upon a time" --tensor-parallel-size 2 --hosts localhost \\
         --hosts b --join-endpoint tcp://10.0.0.1:5700 --join-keys ./join-keys

@@ -176,7 +176,7 @@ class ParallelConfig:
         None, 'what Ray reserves for each rank, as {"GPU": 1, "CPU": 4}; None means one GPU, or one CPU'
     )
     ray_runtime_env: dict[str, Any] | None = _option(None, "Ray's runtime environment of the workers' hosts")
-    ray_timeout_s: float = _option(600.0, "how long Ray may take to find hosts and to start agents there")
+    ray_timeout_s: float = _option(600.0, "seconds that Ray may take to find hosts and to start agents there")
     local_admin: bool = _option(True, "let this user's processes on this host call the engine: ringcore ps, rpc, top")
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")

@@ -91,8 +91,11 @@ class EngineGenerations:
     def _on_opened(self, streams: RequestStreams, opened: Future[FrontEnd]) -> None:
         if opened.exception() is None:
             with self._lock:
+                is_next = self.front_end is not None
                 self.front_end = opened.result()
                 self._opening.set_result(streams)
+            if is_next:
+                _log.info("the next engine is ready")
 
     # -----------------------------------------------------------------------------------------------------------
     # The current generation. These methods take no lock.

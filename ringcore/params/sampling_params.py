@@ -62,15 +62,15 @@ class SamplingParams:
     tokens, `min_tokens` become -inf; then temperature, top_k, top_p, min_p, and sampling. `temperature=0` is greedy and
     ignores these filters.
 
-    temperature: 0, or 1e-5 and above.
+    temperature: how far sampling strays from the most likely token: 0 takes that one, else 1e-5 and above.
     top_k: the number of most likely tokens kept; 0 keeps all, and so does -1, which becomes 0.
     top_p: the smallest set of most likely tokens whose probability reaches this, in (0, 1].
     min_p: tokens at least this times as likely as the best one are kept, in [0, 1].
     presence_penalty: subtracted from the logits of tokens that were generated, from -2 to 2.
-    frequency_penalty: the same once per occurrence, from -2 to 2.
+    frequency_penalty: subtracted from them once per occurrence, from -2 to 2.
     repetition_penalty: divides positive logits and multiplies others of tokens in prompt or completion; up to 100,000.
     logit_bias: by token id, what is added to its logit, from -100 to 100; at most 1,024 tokens.
-    allowed_token_ids: only these are sampled.
+    allowed_token_ids: the only tokens that are sampled.
     bad_words: strings that are not generated, with or without a leading space; at most 64 of 1 to 256 characters.
     structured_outputs: the grammar of the completion; needs min_tokens=0 and ignore_eos=False.
     extra_args: for custom logits processors: plain data, at most 65,536 characters and values in all.
@@ -79,10 +79,11 @@ class SamplingParams:
     max_tokens: the most tokens to generate; None means up to the engine's max_model_len.
     min_tokens: no stop token or stop string ends the completion before this many tokens.
     stop: strings that end the completion; cut from the text unless `include_stop_str_in_output`.
+    include_stop_str_in_output: the text keeps the stop string that ended it.
     stop_token_ids: token ids that end the completion, besides the model's end-of-text tokens.
     ignore_eos: continue past the model's end-of-text token.
     logprobs: the number of most likely tokens to report with each sampled one, -1 for the vocabulary; None for none.
-    prompt_logprobs: the same for each prompt token except the first; nothing is read from the prefix cache.
+    prompt_logprobs: as `logprobs`, for each prompt token except the first; nothing is read from the prefix cache.
     pooling: report the prompt's hidden states after the final norm, pooled: "last" those of the last token, "mean" the
         mean over all tokens, for which nothing is read from the prefix cache.
     skip_special_tokens: leave special tokens out of the text.

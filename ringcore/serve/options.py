@@ -60,18 +60,20 @@ class ServiceOptions:
         1000, "responses of /v1/responses that are kept for later requests; 0 keeps none"
     )
     max_stored_response_bytes: int = _option(
-        64 << 20, "of all stored responses with their conversations; the least recently used ones make room"
+        64 << 20, "the size of all stored responses with their conversations; the least recently used make room"
     )
     batch_dir: str | None = _option(None, "a folder for files and batches; without it there is no /v1/batches")
     max_batch_file_bytes: int = _option(200 << 20, "the largest file that may be uploaded")
-    max_batch_dir_bytes: int = _option(10 << 30, "of all uploaded files and results; beyond, an upload is answered 413")
-    max_batch_requests_in_flight: int = _option(64, "requests of the running batch, beside those of clients")
+    max_batch_dir_bytes: int = _option(
+        10 << 30, "the size of all uploaded files and results; beyond, an upload is answered 413"
+    )
+    max_batch_requests_in_flight: int = _option(64, "requests of the running batch at once, beside those of clients")
     # Only for `ringcore serve`: another ASGI server has its own limits.
     max_connections: int = _option(
         4096, "open connections, at most as many as RLIMIT_NOFILE allows; beyond, waiting ones are closed, or it is 503"
     )
     max_connections_per_peer: int | None = _option(
-        None, "the same for the connections of one address, 429; not given where a proxy is the only peer"
+        None, "open connections of one address; beyond, 429; leave it out where a proxy is the only peer"
     )
     header_timeout_s: float = _option(10.0, "seconds for a request's head, until it is answered 408")
     max_header_bytes: int = _option(64 << 10, "the largest head of a request; a larger one is answered 431")

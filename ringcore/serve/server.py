@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
+from ringcore.serve.access_log import leave_out_polls
 from ringcore.serve.connections import Connections
 from ringcore.serve.descriptors import MAX_ACCEPTS, count_accept_errors
 from ringcore.serve.http_protocol import HttpProtocol
@@ -40,6 +42,7 @@ def http_config(app: ASGIApp, options: ServiceOptions, **settings: Any) -> uvico
     """settings: further settings of uvicorn."""
     connections = Connections(options.max_connections, options.max_connections_per_peer)
     protocol = partial(HttpProtocol, connections=connections, options=options)
+    leave_out_polls(logging.getLogger("uvicorn.access"))
     return uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", protocol),

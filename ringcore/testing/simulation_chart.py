@@ -11,9 +11,10 @@ from ringcore.errors import ConfigError
 from ringcore.host.log_histogram import LogHistogram
 from ringcore.testing.simulation_result import SimulationResult
 
-__all__ = ["check_can_draw", "draw_distribution", "draw_png", "new_figure", "save_png"]
+__all__ = ["check_can_draw", "draw_distribution", "draw_png", "duration", "new_figure", "save_png"]
 
-_NUM_BINS = 120
+_NUM_BINS = 60
+_MAX_DECADES = 3  # with ticks at 1, 2 and 5; more decades have theirs at 1 alone
 
 
 def check_can_draw(option: str = "png", extra: str = "simulate") -> None:
@@ -74,31 +75,51 @@ def _draw_over_time(axes: Any, result: SimulationResult) -> None:
     finished = ~np.isnan(records.finish_s)
     arrived, _ = np.histogram(result.trace.time_s, bins)
     tokens, _ = np.histogram(records.finish_s[finished], bins, weights=records.num_tokens[finished])
-    axes.stairs(arrived / width, bins, color="tab:blue")
-    axes.set(xlabel="time (s)", ylabel="arrivals (requests/s)", title="load and throughput")
+    axes.stairs(arrived / width, bins, color="tab:blue", fill=True, alpha=0.35)
+    axes.set(xlabel="time (s)", ylabel="arrivals (requests/s)", title="load and throughput", xlim=(bins[0], bins[-1]))
     axes.yaxis.label.set_color("tab:blue")
     right = axes.twinx()
-    right.stairs(tokens / width, bins, color="tab:orange")
+    right.stairs(tokens / width, bins, color="tab:orange", linewidth=1.5)
     right.set_ylabel("output of finished requests (tokens/s)", color="tab:orange")
+    right.yaxis.set_major_formatter("{x:,.0f}")
+    for one in (axes, right):
+        one.set_ylim(bottom=0)
 
 
 def draw_distribution(axes: Any, values: np.ndarray, counts: np.ndarray | None, name: str) -> None:
-    """values: [n] ascending, each counted once or `counts` times."""
-    axes.set(xlabel="seconds", ylabel="share of all", title=name, ylim=(0, 1.02))
+    """values: [n] ascending, in seconds, each counted once or `counts` times."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set(xlabel="at most so long", ylabel="share of all (%)", title=name, ylim=(0, 102))
     if not len(values):
         return
     total = np.arange(1, len(values) + 1) if counts is None else np.cumsum(counts)
     if len(values) > 10_000:  # more points than pixels
         kept = np.unique(np.linspace(0, len(values) - 1, 10_000).astype(np.int64))
         values, total = values[kept], total[kept]
-    axes.plot(values, total / total[-1])
+    shares = 100 * total / total[-1]
+    axes.plot(values, shares)
     axes.set_xscale("log")
+    num_decades = np.log10(values[-1] / values[0]) if values[0] > 0 else np.inf
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if num_decades <= _MAX_DECADES else (1,)))
+    axes.xaxis.set_major_formatter(lambda value, _: duration(value))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(True, which="both", alpha=0.3)
-    for share, style in ((0.5, ":"), (0.99, "--")):
-        axes.axhline(share, color="gray", linestyle=style, linewidth=0.8)
+    for share, style in ((50, ":"), (99, "--")):
+        value = float(values[int(np.searchsorted(shares, share))])
+        label = f"{share}%: {duration(value)}"
+        axes.axvline(value, color="gray", linestyle=style, linewidth=1, label=label)
+    axes.legend(loc="lower right")
+
+
+def duration(seconds: float) -> str:
+    """As an axis names it: 20 ms, 1.5 s."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.4g} s"
 
 
 def _draw_utilisation(axes: Any, result: SimulationResult) -> None:
     axes.bar(range(len(result.utilisation)), [100 * share for share in result.utilisation], width=0.9)
-    axes.set(xlabel="replica", ylabel="busy (%)", title="utilisation", ylim=(0, 102))
+    axes.set(xlabel="replica", ylabel="time with work (%)", title="utilisation", ylim=(0, 102))
     axes.xaxis.get_major_locator().set_params(integer=True)

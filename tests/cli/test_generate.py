@@ -15,7 +15,7 @@ from fake_engine import expected, make_model_folder
 
 from ringcore import RequestOutput
 from ringcore.cli import _log_options_first, main
-from ringcore.cli.generate import _Printer
+from ringcore.cli.generate import Order, _Printer
 from ringcore.cli.options import engine_options, given, sampling_options
 from ringcore.cli.sizes import size_in_bytes
 from ringcore.config import EngineConfig
@@ -129,7 +129,7 @@ def _output(request_id: str) -> RequestOutput:
 
 
 def test_results_come_in_order_and_none_is_lost(capsys):
-    printer = _Printer([{"request_id": one} for one in "abcd"], lambda output: output.request_id)
+    printer = _Printer([{"request_id": one} for one in "abcd"], lambda output: output.request_id, Order.input)
     printer.add(_output("b"))
     assert capsys.readouterr().out == ""
     printer.add(_output("a"))
@@ -137,6 +137,11 @@ def test_results_come_in_order_and_none_is_lost(capsys):
     printer.add(_output("d"))
     printer.print_rest()  # of c nothing came
     assert (capsys.readouterr().out, printer.num_printed) == ("d\n", 3)
+    at_once = _Printer([{"request_id": one} for one in "ab"], lambda output: output.request_id, Order.completion)
+    at_once.add(_output("b"))
+    assert capsys.readouterr().out == "b\n"
+    at_once.print_rest()
+    assert (capsys.readouterr().out, at_once.num_printed) == ("", 1)
 
 
 class InterruptedLLM:

@@ -178,7 +178,7 @@ def test_normalizers_that_grow_a_text_cost_their_process_and_one_prompt(folder, 
 
 
 @pytest.mark.parametrize("job", [HI, LONG], ids=["short", "long"])
-def test_a_kill_while_it_is_at_work_changes_no_answer(folder, make_pool, job):
+def test_a_kill_while_it_is_at_work_changes_no_answer(folder, make_pool, job, caplog):
     pool = make_pool(folder)
     answer(pool, job)
     pid = pids_of(pool)[-1]
@@ -186,6 +186,7 @@ def test_a_kill_while_it_is_at_work_changes_no_answer(folder, make_pool, job):
     futures = [pool.submit(job) for _ in range(3)]
     os.kill(pid, signal.SIGKILL)
     assert [len(future.result(WAIT_S).token_ids) for future in futures] == [len(job.text)] * 3
+    assert "the tokenizer's process died: killed by SIGKILL" in caplog.text
 
 
 def test_short_prompts_are_not_behind_long_ones(folder, make_pool):

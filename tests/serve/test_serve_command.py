@@ -181,6 +181,7 @@ def test_an_engine_that_dies_is_replaced_behind_the_same_port(folder):
         code, _, err = command.ends()
     assert code == 1
     assert "the engine died, restart 1 of 1: the process 'engine'" in err
+    assert "the next engine is ready" in err
     assert "as often as engine_restarts allows" in err
 
 

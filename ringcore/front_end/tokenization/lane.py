@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ _SLOW_S, _SLOW_CPU_S = 0.5, 0.2
 _START_S = 120.0  # the imports, on a loaded machine
 # The tokenizers library's threads would exceed the limit of address space; without a backtrace a panic logs one line.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+
+_log = logging.getLogger(__name__)
 
 
 class QueuedJob:
@@ -154,6 +157,7 @@ class TokenizerLane:
         return age_s > _SLOW_S and cpu_s - entry.cpu_s > _SLOW_CPU_S
 
     def _died(self, how: str) -> Iterator[Outcome]:
+        _log.warning("the tokenizer's process died: %s; the next prompt starts another one", how)
         first = self.in_flight[0] if self.in_flight else None
         if first is not None:
             first.num_deaths += 1

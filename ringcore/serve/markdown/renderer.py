@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from ringcore.serve.markdown.process import CHANNEL, ENTRY, MAX_MEMORY_BYTES
 __all__ = ["MarkdownRenderer"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 _MAX_WAITING = 32  # calls, each of which takes milliseconds
 _START_S = 60.0  # the imports, on a loaded machine
@@ -80,6 +82,7 @@ class MarkdownRenderer:
                 return answer
             how = None if process.child.is_alive() else process.child.describe_end()
             self._end()
+            _log.warning("the chat page's Markdown process %s", "took too long" if how is None else f"died: {how}")
             if how is None:
                 raise _refused(f"they took longer than {self._timeout_s:g} s to render")
             if is_last:  # the first time the texts may not be the cause
