@@ -11,6 +11,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from documented import python_blocks
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -45,12 +46,27 @@ def test_another_system_is_named_at_the_import():
     assert done.stderr.splitlines()[-1].startswith("ImportError: ringcore runs on Linux alone, and this is darwin")
 
 
-def test_the_wheel(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
     pytest.importorskip("hatchling")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder with what an installation puts there."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_the_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
@@ -63,3 +79,30 @@ def test_the_wheel(tmp_path):
     assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
     assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier")
     assert metadata.get_payload().startswith("# ringcore")
+
+
+def test_the_command_and_the_page_of_the_wheel(installed):
+    """As they are without the repository."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv[0] = 'ringcore'\n"
+        "import ringcore; from ringcore.serve import chat_page; from ringcore.cli import main\n"
+        "print(ringcore.__file__, len(chat_page.PAGE_PATHS))\n"
+        "main()"
+    )
+    run = [sys.executable, "-c", code, str(installed), "--version"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, cwd=installed, env={})
+    assert done.returncode == 0, done.stderr
+    imported_from, version = done.stdout.splitlines()
+    page = list((installed / "ringcore/serve/page").iterdir())
+    assert imported_from == f"{installed / 'ringcore/__init__.py'} {len(page)}"
+    assert version.startswith("ringcore 0.")
+
+
+@pytest.mark.long_form
+@pytest.mark.real_model
+def test_the_program_of_the_readme_by_the_wheel(installed, smollm2):
+    (program,) = python_blocks("README.md")
+    code = f"import sys; sys.path.insert(0, {str(installed)!r})\n" + program.replace("path/to/model", smollm2)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=installed)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout

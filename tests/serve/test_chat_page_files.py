@@ -124,3 +124,12 @@ def test_usage_in_every_chunk(service, path, is_continuous):
     assert counts == sorted(counts)
     assert (counts[0] >= 1, counts[-1]) == (True, 6)
     assert {usage["prompt_tokens"] for usage in usages} == {last["prompt_tokens"]}
+
+
+def test_the_request_of_the_readme(service):
+    (body,) = re.findall(r"^ +-d '(.*)'$", (Path(__file__).parents[2] / "README.md").read_text(), re.M)
+    headers = {"Authorization": "Bearer a-key"}
+    answer = httpx.post(
+        f"{service.url}/v1/chat/completions", json=json.loads(body), headers=headers, timeout=DEADLINE_S
+    ).json()
+    assert answer["usage"]["completion_tokens"] == 32
