@@ -52,9 +52,8 @@ def log_to_stderr(level: LogLevel, form: LogFormat) -> Callable[[], None]:
 
 
 def write_alike(*names: str) -> None:
-    """Has the handlers of other libraries' loggers write JSON, where ringcore's do."""
+    """Has the handlers of other libraries' loggers write as ringcore's do, with the time of each record."""
     formatters = [one.formatter for one in logging.getLogger("ringcore").handlers if isinstance(one, _StderrHandler)]
     for formatter in formatters:
         for handler in (one for name in names for one in logging.getLogger(name).handlers):
-            if isinstance(formatter, JsonFormatter):
-                handler.setFormatter(formatter)
+            handler.setFormatter(formatter)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bind", "make_serve"]
 
-_NEEDED = ("fastapi", "prometheus_client", "uvicorn", "httptools")
+_NEEDED = ("fastapi", "prometheus_client", "uvicorn", "httptools", "markdown_it", "pygments")
 _END_S = 10.0  # after the drain: to send the last responses
 
 

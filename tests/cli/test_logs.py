@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from types import NoneType
 
 import pytest
 from fake_engine import make_model_folder
 
 from ringcore.cli import main
 from ringcore.cli.logs import LogFormat, LogLevel, log_to_stderr, write_alike
-from ringcore.host.log_format import JsonFormatter
+from ringcore.host.log_format import JsonFormatter, TextFormatter
 
 TESTS = Path(__file__).parents[1]
 FAKE = [
@@ -62,10 +61,10 @@ def test_a_command_leaves_no_handler(capsys, folder):
     assert (logger.handlers, logger.level) == before
 
 
-def test_other_libraries_write_json_where_ringcore_does():
+def test_other_libraries_write_as_ringcore_does():
     handler, other = logging.StreamHandler(), logging.getLogger("test.other")
     other.addHandler(handler)
-    for form, kind in ((LogFormat.text, NoneType), (LogFormat.json, JsonFormatter)):
+    for form, kind in ((LogFormat.text, TextFormatter), (LogFormat.json, JsonFormatter)):
         end = log_to_stderr(LogLevel.warning, form)
         write_alike("test.other")
         end()

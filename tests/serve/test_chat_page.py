@@ -179,6 +179,7 @@ def test_edit_and_regenerate(page):
     assert browser.text(".only-last") == "Regenerate"
     browser.click(f"{LAST} .only-last")
     page.end()
+    assert browser.run("document.activeElement.id") == "message"
     assert [one["content"] for one in page.sent_bodies()[-1]["messages"]] == ["one", "one", "two", "two", "three"]
     browser.click(".turn:nth-child(2) .asked .redo")
     browser.press("Escape")

@@ -35,7 +35,7 @@ export class ChatList {
     if (!byId("chat-list").querySelector("input")) {
       const focused = document.activeElement?.dataset.id;
       byId("chat-list").replaceChildren(...items);
-      byId("chat-list").querySelector(`[data-id="${focused}"]`)?.focus();
+      byId("chat-list").querySelector(`[data-id="${CSS.escape(focused ?? "")}"]`)?.focus();
     }
     byId("no-chats").hidden = items.length > 0;
     byId("remove-all-chats").hidden = items.length === 0;

@@ -154,9 +154,14 @@ class Page {
     if (!isCurrent) {
       return;
     }
+    const focused = document.activeElement;
+    const wasInMessages = byId("messages").contains(focused);
     this.#drawTurns();
     this.#nameInAddress();
     this.#showComposer();
+    if (wasInMessages && !focused.checkVisibility()) {
+      byId(conversation.isAnswering ? "stop" : "message").focus(); // the focused button is gone
+    }
     this.#announce();
   }
 

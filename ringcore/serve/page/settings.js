@@ -17,7 +17,7 @@ export class Settings {
   #form = byId("settings-form");
 
   constructor() {
-    const stored = JSON.parse(readKept(STORED) ?? "{}");
+    const stored = parsedSettings(readKept(STORED));
     for (const input of this.#inputs()) {
       input.value = stored[input.name] ?? "";
     }
@@ -90,6 +90,15 @@ export class Settings {
   #reset() {
     this.#form.reset();
     this.#changed();
+  }
+}
+
+/** None where nothing is kept, or nothing that can be read. */
+function parsedSettings(text) {
+  try {
+    return JSON.parse(text) ?? {};
+  } catch {
+    return {};
   }
 }
 
