@@ -9,7 +9,6 @@ const NARROW = window.matchMedia("(max-width: 60rem)");
 export class ChatList {
   #acts;
   #currentId = null;
-  #removed = null; // the conversation that was removed last, until another change
 
   /** acts: {open(id), rename(id, title), remove(id), putBack(kept), removeAll()}; `remove` returns what `putBack` takes. */
   constructor(acts) {
