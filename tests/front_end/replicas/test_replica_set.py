@@ -141,7 +141,7 @@ def test_a_death(folder):
             await eventually(lambda: load(engines) == [1, 1])
             begun = engines.generate([SLOW, 7], SamplingParams(max_tokens=100, output_kind="delta"))
             await anext(begun)
-            dying = next(i for i in range(2) if streams_of(engines, i).has(begun._stream._stream.state.request_id))
+            dying = next(i for i in range(2) if begun._stream._stream.state.request_id in streams_of(engines, i).unfinished_ids)
             Path(folder, "holds").touch()
             kill(engines, dying)
             with pytest.raises(EngineDeadError, match="SIGKILL"):
