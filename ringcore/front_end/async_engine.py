@@ -165,7 +165,7 @@ class AsyncEngine(ServingEngine):
 
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
         name = model_name or as_utf8(self.config.model.model)
-        return make_registry_of([({}, self._metrics)], self._tokenizer_pool, name)
+        return make_registry_of([self._metrics], self._tokenizer_pool, name)
 
     def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
         return serve_metrics(self.metrics(model_name), port, host)

@@ -78,7 +78,7 @@ class LLM(RpcCaller, MemoryMethods):
         self._caller_lock = _CallerLock(self._client.owner)
         self._tokenizer_pool = TokenizerPool(self.config, tracer)
         self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
-        self._metrics = EngineMetrics(self._observers, weakref.ref(self._client))
+        self._metrics = EngineMetrics(self.config, self._observers, weakref.ref(self._client))
         try:
             self._tokenizer_pool.start()
             self._front_end = FrontEnd(self.config, self._client)
@@ -265,9 +265,7 @@ class LLM(RpcCaller, MemoryMethods):
 
         model_name: their label; default: the `model` option. Raises `ConfigError` without `ringcore[metrics]`.
         """
-        return make_registry_of(
-            [({}, self._metrics)], self._tokenizer_pool, model_name or as_utf8(self.config.model.model)
-        )
+        return make_registry_of([self._metrics], self._tokenizer_pool, model_name or as_utf8(self.config.model.model))
 
     def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
         """Serves `metrics` at http://host:port/metrics until it is closed. It does not keep the engine alive."""

@@ -237,9 +237,8 @@ class ReplicaSet(ServingEngine):
         return totals_of([replica.metrics for replica in self._replicas])
 
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
-        """As an engine's; of several replicas each sample has the label "replica"."""
-        alone = len(self._replicas) == 1
-        engines = [({} if alone else {"replica": str(one.number)}, one.metrics) for one in self._replicas]
+        """As an engine's; the label "engine" is a replica's number."""
+        engines = [one.metrics for one in self._replicas]
         return make_registry_of(engines, self._tokenizer_pool, model_name or as_utf8(self.config.model.model))
 
 
