@@ -37,6 +37,7 @@ from ringcore.host.file_names import as_utf8
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.params.outputs import RequestOutput
 from ringcore.params.sampling_params import OutputKind, Pooling, SamplingParams
+from ringcore.params.vllm_api import LLM_METHODS
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.operations import MemoryOperation
@@ -85,6 +86,17 @@ class LLM(RpcCaller, MemoryMethods):
         except BaseException:  # whose traceback may keep this object for long
             self.close()
             raise
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        return cls(**vars(engine_args))
+
+    if not TYPE_CHECKING:  # to which it would be any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Of what there is not."""
+            told = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
+            raise AttributeError(f"LLM has no {name!r}{told}", name=name, obj=self)
 
     # -----------------------------------------------------------------------------------------------------------
     # Generating.

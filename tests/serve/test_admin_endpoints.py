@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,8 +15,9 @@ from running_service import DEADLINE_S, eventually, http, served
 
 import ringcore
 from ringcore.errors import CapacityError
+from ringcore.params.vllm_api import DIFFERENT_ENDPOINTS, ENDPOINTS
 from ringcore.serve.access import ADMIN_PATHS
-from ringcore.serve.admin import json_values, replica_answers
+from ringcore.serve.admin import endpoints, json_values, replica_answers
 
 KEY, DATA_KEY = "admin-key", "data-key"
 ENGINES = {"executor": FragileUniproc, "data_parallel_size": 2, "routing": "round-robin"}
@@ -64,14 +68,22 @@ def finish_reason(running: Running) -> str:
     return good(running.result())["choices"][0]["finish_reason"]
 
 
-def test_the_paths_of_the_gate_are_those_of_the_routes(service):
-    document = http.get(f"{service.url}/openapi.json", headers={"Authorization": f"Bearer {DATA_KEY}"}).json()
-    tagged = {
-        path
-        for path, methods in document["paths"].items()
-        if any("admin" in m.get("tags", []) for m in methods.values())
+def test_the_paths_of_the_gate_are_those_of_the_routes(service, admin):
+    routes = service.service_app.routes
+    assert {one.path for one in routes if one.endpoint.__module__ == endpoints.__name__} == ADMIN_PATHS
+    answer = admin.get("/sleep")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
+
+
+def test_vllms_endpoints_are_here_or_explained(service):
+    routes = {f"{method} {one.path}" for one in service.service_app.routes for method in one.methods}
+    theirs = set(json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())["endpoints"])
+    assert theirs - routes == set(ENDPOINTS)
+    assert set(DIFFERENT_ENDPOINTS) <= theirs & routes
+    named = {
+        f"{method} {path}" for text in ENDPOINTS.values() for method, path in re.findall(r"(GET|POST) (/\S+)", text)
     }
-    assert tagged == ADMIN_PATHS
+    assert named <= routes
 
 
 def test_a_key_of_requests_opens_none(service):

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Body, FastAPI, Query
+from fastapi import Body, FastAPI, Query
 from fastapi.responses import Response
 
 from ringcore.front_end.engine_calls import EngineCalls
@@ -31,14 +31,13 @@ _ANSWER_S = 10.0  # of what an engine says at once
 
 
 def add_admin(app: FastAPI, service: Service) -> None:
-    router, calls = APIRouter(tags=["admin"]), AdminCalls(service.engine)
-    _add_sleep(router, calls)
-    _add_pauses(router, service, calls)
-    _add_weights(router, calls)
-    _add_rpc(router, service, calls)
-    _add_profiles(router, Profiler(calls))
-    _add_info(router, service)
-    app.include_router(router)
+    calls = AdminCalls(service.engine)
+    _add_sleep(app, calls)
+    _add_pauses(app, service, calls)
+    _add_weights(app, calls)
+    _add_rpc(app, service, calls)
+    _add_profiles(app, Profiler(calls))
+    _add_info(app, service)
 
 
 async def _operated(calls: AdminCalls, call: Callable[[EngineCalls], Awaitable[MemoryReport]]) -> Response:
@@ -46,72 +45,72 @@ async def _operated(calls: AdminCalls, call: Callable[[EngineCalls], Awaitable[M
     return json_response({"replicas": told(await calls.each(call), msgspec.structs.asdict)})
 
 
-def _add_sleep(router: APIRouter, calls: AdminCalls) -> None:
-    @router.post("/sleep", responses=described(schema.ReplicasAnswer))
+def _add_sleep(app: FastAPI, calls: AdminCalls) -> None:
+    @app.post("/sleep", responses=described(schema.ReplicasAnswer))
     async def sleep(query: Annotated[schema.SleepQuery, Query()]) -> Response:
         return await _operated(calls, lambda one: one.sleep(query.level, query.mode, query.timeout))
 
-    @router.post("/wake_up", responses=described(schema.ReplicasAnswer))
+    @app.post("/wake_up", responses=described(schema.ReplicasAnswer))
     async def wake_up(query: Annotated[schema.WakeUpQuery, Query()]) -> Response:
         return await _operated(calls, lambda one: one.wake_up(query.tags or None, query.timeout))
 
-    @router.get("/is_sleeping", responses=described(schema.SleepingAnswer))
+    @app.get("/is_sleeping", responses=described(schema.SleepingAnswer))
     async def is_sleeping(query: Annotated[schema.NoQuery, Query()]) -> Response:
         values = await calls.each(lambda one: one.is_sleeping(_ANSWER_S))
         entries = told(values, lambda value: {"is_sleeping": value})
         return json_response({"is_sleeping": all(values.values()), "replicas": entries})
 
 
-def _add_pauses(router: APIRouter, service: Service, calls: AdminCalls) -> None:
-    @router.post("/pause", responses=described(schema.StatusAnswer))
+def _add_pauses(app: FastAPI, service: Service, calls: AdminCalls) -> None:
+    @app.post("/pause", responses=described(schema.StatusAnswer))
     async def pause(query: Annotated[schema.PauseQuery, Query()]) -> Response:
         values = await pause_all(service.engine, calls, query.mode, query.clear_cache, query.timeout)
         entries = told(values, lambda value: {"has_cleared_cache": value})
         return json_response({"status": "paused", "replicas": entries})
 
-    @router.post("/resume", responses=described(schema.StatusAnswer))
+    @app.post("/resume", responses=described(schema.StatusAnswer))
     async def resume(query: Annotated[schema.NoQuery, Query()]) -> Response:
         return json_response(
             {"status": "resumed", "replicas": told(await calls.each(lambda one: one.resume(_ANSWER_S)))}
         )
 
-    @router.get("/is_paused", responses=described(schema.SleepingAnswer))
+    @app.get("/is_paused", responses=described(schema.SleepingAnswer))
     async def is_paused(query: Annotated[schema.NoQuery, Query()]) -> Response:
         healths = await calls.each(lambda one: one.health(_ANSWER_S))
         entries = told(healths, lambda one: {"is_paused": one.paused is not None, "state": one.state})
         return json_response({"is_paused": all(one["is_paused"] for one in entries), "replicas": entries})
 
-    @router.post("/abort_requests", responses=described(schema.AbortAnswer))
+    @app.post("/abort_requests", responses=described(schema.AbortAnswer))
     async def abort(body: Annotated[schema.AbortBody | None, Body()] = None) -> Response:
         ended = await abort_requests(service.engine, None if body is None else body.request_ids)
         return json_response({"status": "aborted", "aborted": len(ended), "request_ids": ended})
 
-    @router.post("/reset_prefix_cache", responses=described(schema.ReplicasAnswer))
+    @app.post("/reset_prefix_cache", responses=described(schema.ReplicasAnswer))
     async def reset_prefix_cache(query: Annotated[schema.ResetQuery, Query()]) -> Response:
         values = await calls.each(lambda one: one.reset_prefix_cache(query.reset_running_requests, query.timeout))
         return json_response({"replicas": told(values, lambda value: {"has_reset": value})})
 
 
-def _add_weights(router: APIRouter, calls: AdminCalls) -> None:
-    @router.post("/reload_weights", responses=described(schema.ReplicasAnswer))
+def _add_weights(app: FastAPI, calls: AdminCalls) -> None:
+    @app.post("/reload_weights", responses=described(schema.ReplicasAnswer))
     async def reload_weights(body: schema.ReloadBody) -> Response:
         return await _operated(calls, lambda one: one.reload_weights(body.path, body.mode, body.timeout))
 
-    @router.post("/start_weight_update", responses=described(schema.ReplicasAnswer))
+    @app.post("/start_weight_update", responses=described(schema.ReplicasAnswer))
     async def start_weight_update(query: Annotated[schema.TimedQuery, Query()]) -> Response:
         return await _operated(calls, lambda one: one.start_weight_update(timeout=query.timeout))
 
-    @router.post("/update_weights", responses=described(schema.ReplicasAnswer))
+    @app.post("/update_weights", responses=described(schema.ReplicasAnswer))
     async def update_weights(body: schema.UpdateBody) -> Response:
         return await _operated(calls, lambda one: one.update_weights(body.path, body.timeout))
 
-    @router.post("/finish_weight_update", responses=described(schema.ReplicasAnswer))
+    @app.post("/finish_weight_update", responses=described(schema.ReplicasAnswer))
     async def finish_weight_update(query: Annotated[schema.TimedQuery, Query()]) -> Response:
         return await _operated(calls, lambda one: one.finish_weight_update(query.timeout))
 
 
-def _add_rpc(router: APIRouter, service: Service, calls: AdminCalls) -> None:
-    @router.post("/collective_rpc", responses=described(schema.RpcAnswer))
+def _add_rpc(app: FastAPI, service: Service, calls: AdminCalls) -> None:
+    @app.post("/collective_rpc", responses=described(schema.RpcAnswer))
     async def collective_rpc(body: schema.RpcBody) -> Response:
         options: dict[str, Any] = {"timeout": body.timeout, "unique_reply_rank": body.unique_reply_rank}
         values = await calls.each(lambda one: one.collective_rpc(body.method, body.args, body.kwargs, **options))
@@ -123,26 +122,26 @@ def _add_rpc(router: APIRouter, service: Service, calls: AdminCalls) -> None:
         encoded = await asyncio.to_thread(json_of_values, answer)
         return Response(encoded, media_type="application/json")
 
-    @router.get("/get_world_size", responses=described(schema.WorldSizeAnswer))
+    @app.get("/get_world_size", responses=described(schema.WorldSizeAnswer))
     async def get_world_size(query: Annotated[schema.WorldSizeQuery, Query()]) -> Response:
         num_ranks = service.engine.config.parallel.layout.world_size
         num_replicas = len(service.engine.live_replicas()) if query.include_dp else 1
         return json_response({"world_size": num_ranks * num_replicas})
 
 
-def _add_profiles(router: APIRouter, profiler: Profiler) -> None:
-    @router.post("/start_profile", responses=described(schema.ReplicasAnswer))
+def _add_profiles(app: FastAPI, profiler: Profiler) -> None:
+    @app.post("/start_profile", responses=described(schema.ReplicasAnswer))
     async def start_profile(query: Annotated[schema.ProfileQuery, Query()]) -> Response:
         numbers = await profiler.start(query.seconds, query.operators)
         return json_response({"replicas": [{"replica": number} for number in numbers]})
 
-    @router.post("/stop_profile", responses=described(dict[str, Any]))
+    @app.post("/stop_profile", responses=described(dict[str, Any]))
     async def stop_profile(query: Annotated[schema.NoQuery, Query()]) -> Response:
         headers = {"Content-Disposition": 'attachment; filename="trace.json"'}
         return Response(await profiler.stop(), 200, headers, media_type="application/json")
 
 
-def _add_info(router: APIRouter, service: Service) -> None:
-    @router.get("/server_info", responses=described(schema.ServerInfo))
+def _add_info(app: FastAPI, service: Service) -> None:
+    @app.get("/server_info", responses=described(schema.ServerInfo))
     async def info(query: Annotated[schema.NoQuery, Query()]) -> Response:
         return json_response(await server_info(service, _ANSWER_S))
