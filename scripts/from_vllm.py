@@ -15,6 +15,7 @@ from pathlib import Path
 from ringcore import EngineConfig, SamplingParams
 from ringcore.openai_api.request_fields import REQUEST_FIELDS
 from ringcore.openai_api.schema import ChatCompletionRequest, CompletionRequest
+from ringcore.params.vllm_api import DIFFERENT_ENDPOINTS, DIFFERENT_METHODS, ENDPOINTS, LLM_METHODS
 from ringcore.params.vllm_names import ENGINE_OPTIONS, SAMPLING_PARAMETERS, VllmName
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,14 @@ def tables() -> str:
             "",
             *_table(of_a_request, ours, REQUEST_FIELDS),
             "",
+            "## Methods of LLM",
+            "",
+            *_calls(theirs["LLM"], DIFFERENT_METHODS, LLM_METHODS),
+            "",
+            "## Endpoints",
+            "",
+            *_calls(theirs["endpoints"], DIFFERENT_ENDPOINTS, ENDPOINTS),
+            "",
         ]
     )
 
@@ -55,6 +64,17 @@ def _table(theirs: Iterable[str], ours: set[str], names: Mapping[str, VllmName])
     for one in {id(one): one for one in names.values()}.values():
         of_it = ", ".join(f"`{name}`" for name, other in names.items() if other is one)
         yield f"| {of_it} | {one.here} | {', '.join(f'`{value!r}`' for value in (None, *one.neutral))} |"
+
+
+def _calls(theirs: Iterable[str], differing: Mapping[str, str], lacking: Mapping[str, str]) -> Iterable[str]:
+    same = [f"`{name}`" for name in theirs if name not in differing and name not in lacking]
+    yield f"The same here: {', '.join(same)}."
+    for title, texts in (("here it differs", differing), ("here", lacking)):
+        yield ""
+        yield f"| vLLM's | {title} |"
+        yield "| --- | --- |"
+        for text in dict.fromkeys(texts.values()):
+            yield f"| {', '.join(f'`{name}`' for name, other in texts.items() if other == text)} | {text} |"
 
 
 def main() -> int:

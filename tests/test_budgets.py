@@ -23,7 +23,7 @@ FILES: dict[str, tuple[int, str]] = {
     "worker/worker.py": (390, "every RPC method of the worker, a few lines each"),
     "executor/ring_buffer.py": (345, "the protocol's table and both ends of it are read together"),
     "kernels/all_reduce.py": (330, "kernel, launch and the reference of one collective"),
-    "front_end/llm.py": (350, "every public call of LLM, with its documentation"),
+    "front_end/llm.py": (355, "every public call of LLM, with its documentation"),
     "grammars/regular_expressions/parser.py": (325, "one recursive descent over one grammar"),
     "kv_cache/manager.py": (328, "allocation and hits share the books of one cache"),
     "front_end/client.py": (332, "every public call of the client, a few lines each"),

@@ -9,20 +9,14 @@ from pydantic import ValidationError
 
 from ringcore.batch.journal import Record
 from ringcore.batch.lines import InputLine, LineError, Outcome, seed_of_line
+from ringcore.batch.openai_bodies import BODIES, BodyKind
 from ringcore.errors import InvalidRequestError
-from ringcore.openai_api.chat_completions import Chat
-from ringcore.openai_api.completions import Completions
 from ringcore.openai_api.errors import api_error_of, invalid_body
-from ringcore.openai_api.schema import ChatCompletionRequest, CompletionRequest
 from ringcore.openai_api.served_model import ServedModel
 
 __all__ = ["ENDPOINTS", "OpenAiLines"]
 
-_BODIES: dict[str, type[CompletionRequest | ChatCompletionRequest]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatCompletionRequest,
-}
-ENDPOINTS = tuple(_BODIES)
+ENDPOINTS = tuple(BODIES)
 
 
 class _Line(msgspec.Struct):
@@ -51,13 +45,14 @@ class OpenAiLines:
             body = _decoder.decode(text).body
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return b""
-        parts = [body.get("cache_salt"), body.get("tools"), body.get("messages", body.get("prompt"))]
-        return msgspec.json.encode(parts)
+        names = ("cache_salt", "tools", "instructions", "messages", "prompt", "input")
+        return msgspec.json.encode([body.get(name) for name in names])
 
     async def answer(self, model: ServedModel, line: InputLine) -> Outcome:
-        body = await self._completed(model, line, self._parse(line))
-        usage = body["usage"]
-        record = Record(line.number, False, usage["prompt_tokens"], usage["completion_tokens"])
+        parsed = self._parse(line)
+        kind = self._kind(parsed)
+        body = await self._completed(model, line, parsed, kind)
+        record = Record(line.number, False, *kind.num_tokens(body["usage"]))
         return self._outcome(line, record, self._response(line, 200, body))
 
     def failed(self, line: InputLine, error: Exception) -> Outcome:
@@ -78,28 +73,23 @@ class OpenAiLines:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise LineError("invalid_json_line", f"line {line.number} is no JSON: {error}") from error
 
-    async def _completed(self, model: ServedModel, line: InputLine, parsed: _Line) -> Any:
+    def _kind(self, parsed: _Line) -> BodyKind:
         if parsed.method != "POST":
             raise InvalidRequestError(f"method={parsed.method!r}: give 'POST'", field="method")
-        if parsed.url == "/v1/embeddings":
-            raise InvalidRequestError(
-                f"url={parsed.url!r}: embeddings are no part of a batch; send them to the service", field="url"
-            )
-        if parsed.url not in _BODIES or self._url not in (None, parsed.url):
+        if parsed.url not in BODIES or self._url not in (None, parsed.url):
             urls = ENDPOINTS if self._url is None else (self._url,)
             raise InvalidRequestError(f"url={parsed.url!r}: give {' or '.join(map(repr, urls))}", field="url")
+        return BODIES[parsed.url]
+
+    async def _completed(self, model: ServedModel, line: InputLine, parsed: _Line, kind: BodyKind) -> Any:
         try:
-            body = _BODIES[parsed.url].model_validate(parsed.body)
+            body = kind.schema.model_validate(parsed.body)
         except ValidationError as error:
             raise invalid_body([dict(finding) for finding in error.errors()]) from error
-        if body.stream:
+        if parsed.body.get("stream"):
             raise InvalidRequestError("stream: not in a batch; leave it out", field="stream")
-        if body.seed is None:
-            body.seed = seed_of_line(self._seed, line.number)
-        name = f"{self._job}-{line.number}"
-        if isinstance(body, ChatCompletionRequest):
-            return await Chat(model, body, f"chatcmpl-{name}").whole()
-        return await Completions(model, body, f"cmpl-{name}").whole()
+        name, seed = f"{self._job}-{line.number}", seed_of_line(self._seed, line.number)
+        return await kind.asked(model, body, name, seed).whole()
 
     def _response(self, line: InputLine, status: int, body: Any) -> dict[str, Any]:
         request_id = f"req_{self._job}_{line.number}"

@@ -28,6 +28,21 @@ __all__ = ["bind", "make_serve"]
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "httptools", "markdown_it", "pygments")
 _END_S = 10.0  # after the drain: to send the last responses
 
+_Keys = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="RINGCORE_API_KEY",
+        help="an API key that clients must send; a flag is visible to other users of this machine",
+    ),
+]
+_AdminKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="RINGCORE_ADMIN_API_KEY",
+        help="a key apart for admin calls (/sleep, /pause, weights, ...), which are refused where there is none",
+    ),
+]
+
 
 def make_serve() -> Callable[..., None]:
     """The command, with a flag for every engine option and every limit of the service; the model is its argument."""
@@ -45,10 +60,10 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="the model name for clients; repeat it for more names")
     ] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="an API key that clients must send; visible to other users of this machine")
-    ] = None,
+    api_key: _Keys = None,
     api_key_file: Annotated[Path | None, typer.Option(help="a file of such keys, one per line")] = None,
+    admin_api_key: _AdminKeys = None,
+    admin_api_key_file: Annotated[Path | None, typer.Option(help="a file of such keys, one per line")] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="a name by which clients may call a service without keys, or '*' for any")
     ] = None,
@@ -111,7 +126,8 @@ def serve(
 
     service = ServiceOptions(
         served_model_names=tuple(served_model_name or ()),
-        api_keys=(*(api_key or ()), *(_read_keys(api_key_file) if api_key_file else ())),
+        api_keys=_keys("api_key_file", api_key, api_key_file),
+        admin_api_keys=_keys("admin_api_key_file", admin_api_key, admin_api_key_file),
         allowed_hosts=tuple(allowed_host or ()),
         allowed_origins=tuple(allowed_origin or ()),
         tool_call_parser=none_or(tool_call_parser),
@@ -228,18 +244,21 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _read_keys(file: Path) -> list[str]:
+def _keys(option: str, given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """The keys of the command line, and those of a file. option: which gives the file."""
+    return (*(given or ()), *([] if file is None else _read_keys(option, file)))
+
+
+def _read_keys(option: str, file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"api_key_file={str(file)!r}: cannot be read: {error}", option="api_key_file", value=str(file)
-        ) from error
+        raise ConfigError(f"{option}={str(file)!r}: cannot be read: {error}", option=option, value=str(file)) from error
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise ConfigError(
-            f"api_key_file={str(file)!r}: it has no key; write one per line",
-            option="api_key_file",
+            f"{option}={str(file)!r}: it has no key; write one per line",
+            option=option,
             value=str(file),
         )
     return keys

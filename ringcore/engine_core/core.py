@@ -323,6 +323,11 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         compiles, or a load from a store."""
         return bool(self._operations or self._kv_loads) or self._grammars.is_working
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no step may be scheduled: `EngineStats.is_sleeping`."""
+        return self._scheduler.is_frozen
+
     def is_sleeping(self) -> bool:
         """Whether some memory has not been woken since the last sleep."""
         return self._memory.states.is_sleeping

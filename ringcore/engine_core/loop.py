@@ -97,7 +97,7 @@ class EngineLoop:
         self._ready = core.ready  # the last one sent to the client
         self._poll = self._make_poll()
         self._polled = core.ready  # of the workers whose descriptors are registered in `_poll`
-        self._was_operating = False
+        self._was_operating = self._was_frozen = False
         self._tracer = core.tracing.tracer
         core.tracing.to_front_end = self._send
 
@@ -123,6 +123,9 @@ class EngineLoop:
                 self._tracer.record((RECEIVED.number, began, now_ns()))
             answered = self._answer_settled_calls()
             outputs = self._core.advance()
+            if self._core.is_frozen is not self._was_frozen:  # by an operation: no step will tell the client
+                self._was_frozen = self._core.is_frozen
+                self._unsent.append(output_columns([], self._core.stats()))
             self._send_outputs()  # of the previous iteration: by now the workers have their next step
             answered |= self._answer_oldest_calls()
             self._channel.flush()

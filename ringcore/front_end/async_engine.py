@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -14,6 +14,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.daemon_threads import DaemonThreads
+from ringcore.front_end.engine_calls import EngineCalls
 from ringcore.front_end.engine_generations import EngineGenerations, check_restarts
 from ringcore.front_end.engine_metrics import EngineMetrics, ServingTotals, make_registry_of, serve_metrics, totals_of
 from ringcore.front_end.front_end import FrontEnd
@@ -139,8 +140,8 @@ class AsyncEngine(ServingEngine):
         self._streams.abort(request_id)
 
     @property
-    def num_unfinished(self) -> int:
-        return self._streams.num_unfinished
+    def unfinished_ids(self) -> list[str]:
+        return list(self._streams.unfinished_ids)
 
     async def _call(self, method: Callable[..., T], *args: Any) -> T:
         self._generations.owner.check()
@@ -148,6 +149,9 @@ class AsyncEngine(ServingEngine):
 
     async def _each(self, method: Callable[[EngineCoreClient], T]) -> list[T]:
         return [await self._call(method, self._client)]
+
+    def live_replicas(self) -> Mapping[int, EngineCalls]:
+        return {0: self}
 
     async def replica_healths(self, timeout: float = 1.0) -> list[EngineHealth]:
         return [await self._call(self._generations.health, timeout)]
@@ -161,7 +165,7 @@ class AsyncEngine(ServingEngine):
 
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
         name = model_name or as_utf8(self.config.model.model)
-        return make_registry_of([({}, self._metrics)], self._tokenizer_pool, name)
+        return make_registry_of([self._metrics], self._tokenizer_pool, name)
 
     def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
         return serve_metrics(self.metrics(model_name), port, host)

@@ -173,20 +173,20 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
         """`EngineCore.methods`."""
         return msgspec.convert(self.call_engine("methods"), list[RpcMethod])
 
-    def is_sleeping(self) -> bool:
-        return bool(self.call_engine("is_sleeping"))
+    def is_sleeping(self, timeout: float | None = None) -> bool:
+        return bool(self.call_engine("is_sleeping", timeout=timeout))
 
-    def pause(self, mode: PauseMode = "new") -> None:
+    def pause(self, mode: PauseMode = "new", timeout: float | None = None) -> None:
         """`EngineCore.pause`."""
-        self.call_engine("pause", (mode,))
+        self.call_engine("pause", (mode,), timeout=timeout)
 
-    def resume(self) -> None:
+    def resume(self, timeout: float | None = None) -> None:
         """`EngineCore.resume`."""
-        self.call_engine("resume")
+        self.call_engine("resume", timeout=timeout)
 
-    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+    def reset_prefix_cache(self, preempt_running: bool = False, timeout: float | None = None) -> bool:
         """`EngineCore.reset_prefix_cache`."""
-        return bool(self.call_engine("reset_prefix_cache", (preempt_running,)))
+        return bool(self.call_engine("reset_prefix_cache", (preempt_running,), timeout=timeout))
 
     def health(self, timeout: float = 1.0) -> EngineHealth:
         """The engine's health, within about `timeout` seconds. Never raises for an engine that is dead or silent.

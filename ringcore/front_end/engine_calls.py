@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from ringcore.executor.rpc_call import RpcCaller, WorkerCall
 from ringcore.front_end.client import EngineCoreClient
-from ringcore.protocol.messages import MemoryReport, PauseMode, SleepMode
+from ringcore.front_end.engine_trace import Recording
+from ringcore.protocol.messages import EngineHealth, MemoryReport, PauseMode, SleepMode
 from ringcore.protocol.methods import RpcMethod
 
 __all__ = ["EngineCalls"]
@@ -40,17 +41,25 @@ class EngineCalls(RpcCaller, ABC):
     async def methods(self) -> list[RpcMethod]:
         return (await self._each(EngineCoreClient.methods))[0]
 
-    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        return all(await self._each(lambda client: client.reset_prefix_cache(preempt_running)))
+    @abstractmethod
+    async def health(self, timeout: float = 1.0) -> EngineHealth:
+        """Within about `timeout` seconds. Never raises for an engine that is dead or silent."""
 
-    async def pause(self, mode: PauseMode = "new") -> None:
-        await self._each(lambda client: client.pause(mode))
+    async def reset_prefix_cache(self, preempt_running: bool = False, timeout: float | None = None) -> bool:
+        return all(await self._each(lambda client: client.reset_prefix_cache(preempt_running, timeout)))
 
-    async def resume(self) -> None:
-        await self._each(EngineCoreClient.resume)
+    async def pause(self, mode: PauseMode = "new", timeout: float | None = None) -> None:
+        await self._each(lambda client: client.pause(mode, timeout))
 
-    async def is_sleeping(self) -> bool:
-        return all(await self._each(EngineCoreClient.is_sleeping))
+    async def resume(self, timeout: float | None = None) -> None:
+        await self._each(lambda client: client.resume(timeout))
+
+    async def is_sleeping(self, timeout: float | None = None) -> bool:
+        return all(await self._each(lambda client: client.is_sleeping(timeout)))
+
+    async def start_trace(self, seconds: float, operators: bool = False) -> list[Recording]:
+        """Begins a trace of each engine, which its recording ends; by itself it ends after `seconds`."""
+        return await self._each(lambda client: Recording(client, seconds, operators))
 
     async def sleep(self, level: int = 1, mode: SleepMode = "abort", timeout: float | None = None) -> MemoryReport:
         return await self._reported(lambda client: client.sleep(level, mode, timeout))

@@ -55,9 +55,9 @@ class EngineGenerations:
     """Starts an engine, and replaces it at most `max_restarts` times after it dies. It holds no reference to
     `AsyncEngine`, whose finalizer closes this.
 
-    front_end: of the last engine that was ready. died: the cause of death, once there will be no restart; None once it
-    was closed. restart_cause: the cause of death of the last engine that was replaced. num_restarts: planned ones are
-    not counted.
+    config: of each engine. front_end: of the last engine that was ready. died: the cause of death, once there will be
+    no restart; None once it was closed. restart_cause: the cause of death of the last engine that was replaced.
+    num_restarts: planned ones are not counted.
 
     Invariant: `_generation` and `_opening` change only under `_lock`, and may be read without it.
     """
@@ -67,7 +67,7 @@ class EngineGenerations:
     ) -> None:
         """on_end: called once there will be no restart, with the cause (None: it was closed), and with the error of
         requests that still come."""
-        self._config, self._max_restarts = config, max_restarts
+        self.config, self._max_restarts = config, max_restarts
         self._tracer, self._on_end = tracer, on_end
         self.owner = OwnerProcess("the engine")
         self.observers = observers  # of all generations
@@ -84,7 +84,7 @@ class EngineGenerations:
             self._generation = _Generation(self._start(), dict.fromkeys(_COUNTERS, 0))
 
     def _start(self) -> RequestStreams:
-        streams = RequestStreams(self._config, self._on_engine_ended, self._tracer, self.observers)
+        streams = RequestStreams(self.config, self._on_engine_ended, self._tracer, self.observers)
         streams.opened.add_done_callback(partial(self._on_opened, streams))
         return streams
 

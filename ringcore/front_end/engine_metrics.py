@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from ringcore.config import EngineConfig
+from ringcore.config.options import CacheConfig
 from ringcore.errors import ConfigError, RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.engine_generations import EngineGenerations
@@ -29,16 +31,19 @@ _STEPS_TIMEOUT_S = 1.0
 class EngineMetrics:
     """Observes an engine from the first `log` on. It holds no reference to the engine's owner.
 
-    client: the engine's client; None once it is gone. stats: of the engine. num_engine_restarts: of `AsyncEngine`.
+    config: of the engine. client: its client; None once it is gone. stats: of the engine. num_engine_restarts: of
+    `AsyncEngine`.
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         observers: list[FrontEndObserver],
         client: Callable[[], EngineCoreClient | None],
         stats: Callable[[], EngineStats] | None = None,
         num_engine_restarts: Callable[[], int] = lambda: 0,
     ) -> None:
+        self.cache_config = {name: str(value) for name, value in _cache_options(config.cache).items()}
         self._observers, self._client = observers, client
         self._stats, self._num_engine_restarts = stats, num_engine_restarts
         self._log: RequestLog | None = None
@@ -46,6 +51,7 @@ class EngineMetrics:
     @classmethod
     def of_generations(cls, generations: EngineGenerations) -> EngineMetrics:
         return cls(
+            generations.config,
             generations.observers,
             lambda: generations.current.client,
             lambda: generations.stats,
@@ -88,6 +94,17 @@ class EngineMetrics:
             return None
 
 
+def _cache_options(options: CacheConfig) -> dict[str, object]:
+    """Under vLLM's names."""
+    return {
+        "cache_dtype": "auto",  # the model's
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_cache_memory_bytes": options.kv_cache_bytes,
+        "num_gpu_blocks_override": options.num_blocks_override,
+    }
+
+
 class ServingTotals(NamedTuple):
     """Tokens since the first call, and the blocks of all KV caches."""
 
@@ -105,11 +122,8 @@ def totals_of(engines: Sequence[EngineMetrics]) -> ServingTotals:
     )
 
 
-def make_registry_of(
-    engines: Sequence[tuple[Mapping[str, str], EngineMetrics]], pool: TokenizerPool, model_name: str
-) -> CollectorRegistry:
-    """A new registry; its counts begin with the first one. engines: each with labels that tell it from the others.
-    Raises `ConfigError` without prometheus_client."""
+def make_registry_of(engines: Sequence[EngineMetrics], pool: TokenizerPool, model_name: str) -> CollectorRegistry:
+    """A new registry; its counts begin with the first one. Raises `ConfigError` without prometheus_client."""
     try:
         from ringcore.metrics.exposition import ObservedEngine, make_registry
     except ImportError as error:
@@ -117,7 +131,7 @@ def make_registry_of(
             "metrics need prometheus_client, which is not installed; pip install 'ringcore[metrics]'",
             option="metrics",
         ) from error
-    return make_registry([ObservedEngine(labels, one, one.log()) for labels, one in engines], pool, model_name)
+    return make_registry([ObservedEngine(one, one.log()) for one in engines], pool, model_name)
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, host: str) -> MetricsServer:

@@ -14,7 +14,7 @@ from ringcore.tracing import MAX_TRACE_S, ProcessTrace, check_seconds
 from ringcore.tracing.timeline import timeline
 from ringcore.version import __version__
 
-__all__ = ["record_timeline"]
+__all__ = ["Recording", "record_timeline"]
 
 _MARGIN_S = 5.0  # a tracer that is not stopped ends so much later
 _CALL_S = 60.0  # a worker answers after the steps in flight, and has kernels to read
@@ -30,9 +30,7 @@ def record_timeline(
     trace ends earlier. A process that cannot be traced is left out, and the file's notes say so. Raises
     `InvalidRequestError` while another trace is recorded, and `EngineDeadError`.
     """
-    check_seconds(seconds)
-    recording = _Recording(caller)
-    recording.start(seconds, operators)
+    recording = Recording(caller, seconds, operators)
     try:
         sleep(seconds)
     except KeyboardInterrupt:
@@ -40,20 +38,22 @@ def record_timeline(
     except BaseException:
         recording.stop()
         raise
-    return timeline(recording.stop(), recording.notes, __version__)
+    return recording.stop()
 
 
-class _Recording:
-    """One trace, from `start` to `stop`. notes: of what is missing."""
+class Recording:
+    """One trace, from its construction, which raises as `record_timeline`, to `stop`. notes: of what is missing."""
 
-    def __init__(self, caller: EngineCaller) -> None:
+    def __init__(self, caller: EngineCaller, seconds: float, operators: bool = False) -> None:
+        check_seconds(seconds)
         self._caller = caller
         self._has_workers = False
         self.notes: list[str] = []
+        self._start(min(seconds + _MARGIN_S, MAX_TRACE_S), operators)
 
-    def start(self, seconds: float, operators: bool) -> None:
+    def _start(self, limit_s: float, operators: bool) -> None:
         """The engine begins first: it refuses a second trace."""
-        caller, limit_s = self._caller, min(seconds + _MARGIN_S, MAX_TRACE_S)
+        caller = self._caller
         self._has_workers = any(
             one["target"] == "workers" and one["name"] == "start_trace" for one in caller.call_engine("methods")
         )
@@ -69,8 +69,12 @@ class _Recording:
             self._has_workers = False
             self.notes.append(f"workers: left out; {error.message}")
 
-    def stop(self) -> list[ProcessTrace]:
-        """The traces of the processes that have one, in the order of the file."""
+    def stop(self) -> dict[str, Any]:
+        """Ends it, unless its time is over; -> the contents of a trace file, of the processes that have a trace."""
+        return timeline(self._taken(), self.notes, __version__)
+
+    def _taken(self) -> list[ProcessTrace]:
+        """In the order of the file."""
         engine = self._caller.call_engine("stop_trace", timeout=_CALL_S)
         workers = self._workers()  # they still record
         encoded = [*self._front_end(), engine, *workers]

@@ -37,6 +37,7 @@ from ringcore.host.file_names import as_utf8
 from ringcore.host.owner_process import OwnerProcess
 from ringcore.params.outputs import RequestOutput
 from ringcore.params.sampling_params import OutputKind, Pooling, SamplingParams
+from ringcore.params.vllm_api import LLM_METHODS
 from ringcore.protocol.messages import EngineHealth, EngineReady, MemoryReport
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.operations import MemoryOperation
@@ -78,13 +79,24 @@ class LLM(RpcCaller, MemoryMethods):
         self._caller_lock = _CallerLock(self._client.owner)
         self._tokenizer_pool = TokenizerPool(self.config, tracer)
         self._finalizer = weakref.finalize(self, self._tokenizer_pool.close)  # also when dropped, and at exit
-        self._metrics = EngineMetrics(self._observers, weakref.ref(self._client))
+        self._metrics = EngineMetrics(self.config, self._observers, weakref.ref(self._client))
         try:
             self._tokenizer_pool.start()
             self._front_end = FrontEnd(self.config, self._client)
         except BaseException:  # whose traceback may keep this object for long
             self.close()
             raise
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        return cls(**vars(engine_args))
+
+    if not TYPE_CHECKING:  # to which it would be any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Of what there is not."""
+            told = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
+            raise AttributeError(f"LLM has no {name!r}{told}", name=name, obj=self)
 
     # -----------------------------------------------------------------------------------------------------------
     # Generating.
@@ -265,9 +277,7 @@ class LLM(RpcCaller, MemoryMethods):
 
         model_name: their label; default: the `model` option. Raises `ConfigError` without `ringcore[metrics]`.
         """
-        return make_registry_of(
-            [({}, self._metrics)], self._tokenizer_pool, model_name or as_utf8(self.config.model.model)
-        )
+        return make_registry_of([self._metrics], self._tokenizer_pool, model_name or as_utf8(self.config.model.model))
 
     def start_metrics_server(self, port: int, host: str = "127.0.0.1", model_name: str | None = None) -> MetricsServer:
         """Serves `metrics` at http://host:port/metrics until it is closed. It does not keep the engine alive."""

@@ -17,7 +17,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -123,17 +123,14 @@ class RequestStreams:
     # Called from the event loops: non-blocking.
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self._by_id)
+    def unfinished_ids(self) -> KeysView[str]:
+        """Of the requests that have not ended, as they are at any later moment."""
+        return self._by_id.keys()
 
     @property
     def is_open(self) -> bool:
         """Whether it takes requests, once it is `opened`."""
         return self._error is None
-
-    def has(self, request_id: str) -> bool:
-        """Whether a request of this id has not ended."""
-        return request_id in self._by_id
 
     def check_open(self) -> None:
         """Raises the cause of the engine's death, or that it was closed."""

@@ -170,8 +170,12 @@ class ServingEngine(EngineCalls):
 
     @property
     @abstractmethod
+    def unfinished_ids(self) -> list[str]:
+        """Of requests that were sent, or queued to be sent, and have not ended."""
+
+    @property
     def num_unfinished(self) -> int:
-        """Requests that were sent, or queued to be sent, and have not ended."""
+        return len(self.unfinished_ids)
 
     # -----------------------------------------------------------------------------------------------------------
     # Text.
@@ -205,6 +209,10 @@ class ServingEngine(EngineCalls):
 
     # -----------------------------------------------------------------------------------------------------------
     # State.
+
+    @abstractmethod
+    def live_replicas(self) -> Mapping[int, EngineCalls]:
+        """The calls of each engine alone, by its number, without those that are lost; of all once all are."""
 
     @abstractmethod
     async def replica_healths(self, timeout: float = 1.0) -> list[EngineHealth]:

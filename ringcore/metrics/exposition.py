@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import psutil
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,6 +22,11 @@ __all__ = ["EngineSource", "ObservedEngine", "PromptQueue", "make_registry"]
 
 class EngineSource(Protocol):
     """What the metrics of an engine are read from. No method raises."""
+
+    @property
+    def cache_config(self) -> Mapping[str, str]:
+        """Options of its KV cache, under vLLM's names."""
+        ...
 
     @property
     def stats(self) -> EngineStats: ...
@@ -52,16 +57,16 @@ class PromptQueue(Protocol):
 
 
 class ObservedEngine(NamedTuple):
-    """labels: those that tell it from the other engines of a registry."""
-
-    labels: Mapping[str, str]
     source: EngineSource
     log: RequestLog
 
 
 def make_registry(engines: Sequence[ObservedEngine], prompts: PromptQueue, model_name: str) -> CollectorRegistry:
-    """A registry with all metrics of these engines, which it reads when it is scraped."""
+    """A registry with all metrics of these engines, which it reads when it is scraped, and of this process. Samples of
+    an engine have its number as the label "engine"."""
     registry = CollectorRegistry()
+    for kind in (ProcessCollector, PlatformCollector, GCCollector):
+        kind(registry=registry)
     registry.register(_Collector(engines, prompts, model_name))
     return registry
 
@@ -69,7 +74,8 @@ def make_registry(engines: Sequence[ObservedEngine], prompts: PromptQueue, model
 class _Collector(Collector):
     def __init__(self, engines: Sequence[ObservedEngine], prompts: PromptQueue, model_name: str) -> None:
         names = {"model_name": model_name}
-        self._engines = [_EngineMetrics(one.source, one.log, names | dict(one.labels)) for one in engines]
+        numbered = enumerate(engines)
+        self._engines = [_EngineMetrics(one.source, one.log, names | {"engine": str(i)}) for i, one in numbered]
         self._prompts, self._families = prompts, _Families(names)
 
     def describe(self) -> Iterable[Metric]:
@@ -148,9 +154,8 @@ class _EngineMetrics:
         yield self._families.gauge("vllm:num_requests_running", "Requests that are computed.", stats.num_running)
         yield self._families.gauge("vllm:num_requests_waiting", "Requests that wait for a place.", stats.num_waiting)
         used = 0.0 if ready is None else 1 - stats.num_free_blocks / ready.num_blocks
-        yield self._families.gauge(
-            "vllm:kv_cache_usage_perc", "The share of the KV cache that is in use, 1 for all.", used
-        )
+        for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):  # the second one in older dashboards
+            yield self._families.gauge(name, "The share of the KV cache that is in use, 1 for all.", used)
         yield self._families.counter("vllm:num_preemptions", "Requests that lost their place.", stats.num_preemptions)
         yield self._families.counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_query_tokens
@@ -170,6 +175,8 @@ class _EngineMetrics:
         totals = self._log.totals()
         for name, counts in totals.histograms.items():
             yield self._families.histogram(f"vllm:{name}", HISTOGRAMS[name][0], counts)
+        of_older_dashboards, gaps = "vllm:time_per_output_token_seconds", "inter_token_latency_seconds"
+        yield self._families.histogram(of_older_dashboards, f"vllm:{gaps}, as it was called.", totals.histograms[gaps])
         prompts = "Tokens of prompts, of requests that got a token."
         yield self._families.counter("vllm:prompt_tokens", prompts, totals.prompt_tokens)
         yield self._families.counter("vllm:generation_tokens", "Tokens generated.", totals.generation_tokens)
@@ -215,13 +222,11 @@ class _EngineMetrics:
         yield gauge("ringcore:stored_kv_lost_directories", lost, levels.num_lost_directories)
 
     def _of_workers(self, ready: EngineReady) -> Iterable[Metric]:
-        blocks = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "The KV cache's size.",
-            labels=self._families.names("block_size", "num_gpu_blocks"),
-        )
-        blocks.add_metric(self._families.values(str(ready.block_size), str(ready.num_blocks)), 1)
-        yield blocks
+        sizes = {"block_size": ready.block_size, "num_gpu_blocks": ready.num_blocks}
+        told = sizes | {"kv_cache_size_tokens": ready.token_capacity} | dict(self._source.cache_config)
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=self._families.names(*told))
+        cache.add_metric(self._families.values(*map(str, told.values())), 1)
+        yield cache
         planned = GaugeMetricFamily(
             "ringcore:worker_memory_bytes",
             "Memory of a rank's device as planned at the start: weights, activations, KV cache and others.",

@@ -258,6 +258,9 @@ IMPORTS: Mapping[str, str] = {
     "BeamSearchParams": "beam search is not served",
     "LoRARequest": "adapters are not served; merge the adapter into the weights",
     "PromptType": "it is a str, a list of token ids, a TextPrompt or a TokensPrompt here",
+    "PoolingParams": "LLM.embed has an argument pooling",
+    "AdapterLogitsProcessor": "a LogitsProcessor has admit and apply, and is an engine option",
+    "BatchUpdate": "a LogitsProcessor has admit for each new request and remove for its end",
     "ModelRegistry": "models are those of transformers and ringcore's own; model_impl chooses",
 }
 

@@ -59,6 +59,10 @@ def create_app(engine: ServingEngine, options: ServiceOptions | None = None) -> 
     _add_tokens(app, service)
     _add_models(app, service)
     add_monitoring(app, service)
+    if options.admin_api_keys:
+        from ringcore.serve.admin.endpoints import add_admin
+
+        add_admin(app, service)
     if options.batch_dir is not None:
         from ringcore.serve.batches.endpoints import add_batches
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/score and /v1/rerank."""
+"""POST /v1/embeddings, /v1/score and /v1/rerank, the last two also under vLLM's other paths."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ def add_embeddings(app: FastAPI, service: Service) -> None:
         service.check_started()
         return await answer(service, Embeddings(service.model, body), request.receive)
 
+    @app.post("/score", include_in_schema=False)
     @app.post("/v1/score", responses=described(ScoreResponse))
     async def score(body: ScoreRequest, request: Request) -> Response:
         service.check_started()
         return await answer(service, Scores(service.model, body), request.receive)
 
+    @app.post("/v2/rerank", include_in_schema=False)
+    @app.post("/rerank", include_in_schema=False)
     @app.post("/v1/rerank", responses=described(RerankResponse))
     async def rerank(body: RerankRequest, request: Request) -> Response:
         service.check_started()

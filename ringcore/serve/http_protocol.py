@@ -23,8 +23,8 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ringcore.openai_api.errors import ApiError
+from ringcore.serve.access import MONITORING_PATHS
 from ringcore.serve.connections import Connections, State
-from ringcore.serve.limits import MONITORING_PATHS
 from ringcore.serve.options import ServiceOptions
 
 __all__ = ["HttpProtocol"]

@@ -1,10 +1,8 @@
-"""Admission of HTTP requests: the API key, the size of the body, and the number of concurrent completions."""
+"""Admission of HTTP requests: the key, the size of the body, and the number of concurrent completions."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -13,16 +11,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ringcore.openai_api.errors import ApiError, over_limit
-from ringcore.serve.chat_page import PAGE_PATHS
+from ringcore.serve.access import Access
 from ringcore.serve.errors import error_response
 from ringcore.serve.options import ServiceOptions
 
-__all__ = ["MONITORING_PATHS", "OPEN_PATHS", "ConcurrencyLimit", "Gate"]
+__all__ = ["ConcurrencyLimit", "Gate"]
 
-# Monitoring needs no key; the chat page has no secrets and asks the user for a key.
-MONITORING_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
 _UPLOAD = ("POST", "/v1/files")
-OPEN_PATHS = MONITORING_PATHS | PAGE_PATHS
 
 
 class Gate:
@@ -34,7 +29,7 @@ class Gate:
     def __init__(self, app: ASGIApp, options: ServiceOptions) -> None:
         self._app = app
         self._options = options
-        self._keys = [_digest(key.encode()) for key in options.api_keys]
+        self._access = Access(options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,8 +37,7 @@ class Gate:
             return
         headers = Headers(scope=scope)
         try:
-            if scope["path"] not in OPEN_PATHS:
-                self._check_key(headers)
+            self._access.check(scope, headers)
             if self._options.batch_dir is not None and (scope["method"], scope["path"]) == _UPLOAD:
                 await self._app(scope, self._timed(receive), send)
                 return
@@ -66,23 +60,6 @@ class Gate:
                 raise self._too_slow() from None
 
         return next_piece
-
-    def _check_key(self, headers: Headers) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if not key:  # as Anthropic's clients send it
-            scheme, key = "bearer", headers.get("x-api-key", "")
-        given = _digest(key.strip().encode(errors="replace"))
-        # Constant time: comparing the digests of all keys reveals nothing about a key or its length.
-        matches = [hmac.compare_digest(given, digest) for digest in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                HTTPStatus.UNAUTHORIZED,
-                "no valid API key; send one of the service's keys as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
 
     def _check_length(self, headers: Headers) -> None:
         length = headers.get("content-length", "0")
@@ -119,10 +96,6 @@ class Gate:
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the body is larger than max_body_bytes={self._options.max_body_bytes}; send less, or raise that option",
         )
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

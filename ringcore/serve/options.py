@@ -31,6 +31,8 @@ class ServiceOptions:
         engine's `model` option.
     api_keys: a client must send one of these as "Authorization: Bearer KEY", except for /health and /metrics. Default:
         every client has access.
+    admin_api_keys: keys of their own, one of which each admin call must send (`access.ADMIN_PATHS`). Default: such
+        calls are refused.
     allowed_hosts: allowed values of the Host header: names ("example.com", "*.example.com"), addresses, networks
         ("10.0.0.0/8"), or "*" for all. Default: all; `ringcore serve` then computes a list unless there are keys.
     allowed_origins: pages of these origins ("https://example.com", or "*" for all) may call the service from a browser,
@@ -42,6 +44,7 @@ class ServiceOptions:
 
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     tool_call_parser: str | None = "auto"
@@ -62,6 +65,7 @@ class ServiceOptions:
     max_stored_response_bytes: int = _option(
         64 << 20, "the size of all stored responses with their conversations; the least recently used make room"
     )
+    metrics_need_key: bool = _option(False, "/metrics needs a key too, one of requests or of admin calls")
     batch_dir: str | None = _option(None, "a folder for files and batches; without it there is no /v1/batches")
     max_batch_file_bytes: int = _option(200 << 20, "the largest file that may be uploaded")
     max_batch_dir_bytes: int = _option(
@@ -95,19 +99,28 @@ class ServiceOptions:
         for name in self.served_model_names:
             if not isinstance(name, str) or not name:
                 raise _bad("served_model_names", name, "give names that are not empty")
-        for key in self.api_keys:
-            if not isinstance(key, str) or not key or not key.isascii() or any(c.isspace() for c in key):
-                raise ConfigError(  # the error must not show the key
-                    "api_keys: a key is made of ASCII characters without spaces; give another one", option="api_keys"
-                )
-
-        for option in ("strict", "trust_request_chat_template"):
+        self._check_keys()
+        for option in ("strict", "trust_request_chat_template", "metrics_need_key"):
             if not isinstance(getattr(self, option), bool):
                 raise _bad(option, getattr(self, option), "give True or False")
         for option in ("tool_call_parser", "reasoning_parser"):
             if not isinstance(getattr(self, option), str | None):
                 raise _bad(option, getattr(self, option), "give 'auto', None or the name of a format")
         choose_format(None, self.tool_call_parser, self.reasoning_parser)
+
+    def _check_keys(self) -> None:
+        """The errors must not show a key."""
+        for option in ("api_keys", "admin_api_keys"):
+            for key in getattr(self, option):
+                if not isinstance(key, str) or not key or not key.isascii() or any(c.isspace() for c in key):
+                    text = f"{option}: a key is made of ASCII characters without spaces; give another one"
+                    raise ConfigError(text, option=option)
+        if set(self.api_keys) & set(self.admin_api_keys):
+            text = "admin_api_keys: one of them is a key of requests too; give admin calls a key of their own"
+            raise ConfigError(text, option="admin_api_keys")
+        if self.metrics_need_key and not (self.api_keys or self.admin_api_keys):
+            text = "metrics_need_key: the service has no key; give api_keys or admin_api_keys"
+            raise ConfigError(text, option="metrics_need_key")
 
     def _check_integer(self, name: str, least: int = 1) -> None:
         value = getattr(self, name)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ringcore.tracing import kinds
 from ringcore.tracing.tracer import Kind, ProcessTrace
 
-__all__ = ["timeline"]
+__all__ = ["joined", "timeline"]
 
 Event = dict[str, Any]
 
@@ -71,6 +71,42 @@ def timeline(processes: Sequence[ProcessTrace], notes: Sequence[str], version: s
             "notes": notes,
         },
     }
+
+
+def joined(files: Mapping[int, dict[str, Any]], notes: Sequence[str]) -> dict[str, Any]:
+    """The timelines of several engines, by the number of each, as one file; that of one engine as it is, with these
+    notes too."""
+    origins = {number: int(file["otherData"]["began_monotonic_ns"]) for number, file in files.items()}
+    first = min(origins, key=origins.__getitem__)
+    alone = len(files) == 1
+    events: list[Event] = []
+    base = 0
+    for number, file in files.items():
+        shift_us = (origins[number] - origins[first]) / 1e3
+        events += file["traceEvents"] if alone else _moved(file["traceEvents"], number, base, shift_us)
+        base += max((event["pid"] for event in file["traceEvents"]), default=0)
+    their_notes = [
+        note if alone else f"replica {number}: {note}"
+        for number, file in files.items()
+        for note in file["otherData"]["notes"]
+    ]
+    other = files[first]["otherData"] | {"notes": [*their_notes, *notes]}
+    return files[first] | {"traceEvents": events, "otherData": other}
+
+
+def _moved(events: Iterable[Event], number: int, base: int, shift_us: float) -> Iterator[Event]:
+    """Events of one engine, as processes, requests and arrows of its own."""
+    for event in events:
+        moved = event | {"pid": event["pid"] + base}
+        if "ts" in event:
+            moved["ts"] = event["ts"] + shift_us
+        if "id" in event:
+            moved["id"] = f"replica {number}: {event['id']}"
+        if event["name"] == "process_name":
+            moved["args"] = {"name": f"replica {number}: {event['args']['name']}"}
+        elif event["name"] == "process_sort_index":
+            moved["args"] = {"sort_index": event["args"]["sort_index"] + base}
+        yield moved
 
 
 class _Timeline:

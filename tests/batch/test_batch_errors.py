@@ -47,7 +47,11 @@ OPENAI_LINES = [
     completion("type", temperature="hot"),
     completion("long", "x" * 500),
     completion("streamed", stream=True),
-    {**completion("embedded"), "url": "/v1/embeddings", "body": {"input": "x"}},
+    {**completion("embedded"), "url": "/v1/embeddings", "body": {"input": ["x", "yz"]}},
+    {**completion("answered"), "url": "/v1/responses", "body": {"input": "x", "max_output_tokens": 4}},
+    {**completion("reply"), "url": "/v1/responses", "body": {"input": "x", "previous_response_id": "resp_1"}},
+    {**completion("events"), "url": "/v1/responses", "body": {"input": "x", "stream": True}},
+    {**completion("scored"), "url": "/v1/score", "body": {"text_1": "x", "text_2": "y"}},
     {**completion("elsewhere"), "url": "/v1/other"},
     {**completion("got"), "method": "GET"},
     "{not json",
@@ -62,7 +66,9 @@ WRONG = {
     "type": (400, "temperature", "valid number"),
     "long": (400, "prompt", "max_model_len"),
     "streamed": (400, "stream", "not in a batch"),
-    "embedded": (400, "url", "no part of a batch"),
+    "reply": (404, "previous_response_id", "is not stored"),
+    "events": (400, "stream", "not in a batch"),
+    "scored": (400, "url", "'/v1/embeddings'"),
     "elsewhere": (400, "url", "/v1/chat/completions"),
     "got": (400, "method", "POST"),
 }
@@ -81,16 +87,21 @@ def test_wrong_lines_of_openai(folder, tmp_path):
         assert by_id[name]["error"] is None
     codes = {(r["custom_id"], r["error"]["code"]): r["error"]["message"] for r in results if r["error"]}
     assert codes.keys() == {(None, "invalid_json_line"), ("bare", "invalid_line"), (None, "line_too_long")}
-    assert "line 12 is no JSON" in codes[None, "invalid_json_line"]
+    assert "line 16 is no JSON" in codes[None, "invalid_json_line"]
     good = by_id["good"]["response"]["body"]
     assert good["choices"][0]["text"] == text_of("ab", 3)
     assert (good["object"], good["usage"]["completion_tokens"], good["model"]) == ("text_completion", 3, folder)
     two = by_id["two"]["response"]["body"]["choices"]
     assert [choice["text"] for choice in two] == [text_of("ab", 3), text_of("c", 3)]
     assert by_id["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    embedded = by_id["embedded"]["response"]["body"]
+    assert [len(one["embedding"]) for one in embedded["data"]] == [16] * 2
+    answered = by_id["answered"]["response"]["body"]
+    assert answered["output"][0]["content"][0]["text"] == text_of("user:x;A:", 4)
+    assert (answered["status"], answered["store"], answered["usage"]["output_tokens"]) == ("incomplete", False, 4)
     assert [r["custom_id"] for r in results][-1] == "last"
-    assert len({r["id"] for r in results}) == len(results) == 15
-    assert (summary.num_requests, summary.num_done, summary.num_failed, summary.exit_code) == (15, 15, 11, 1)
+    assert len({r["id"] for r in results}) == len(results) == 19
+    assert (summary.num_requests, summary.num_done, summary.num_failed, summary.exit_code) == (19, 19, 13, 1)
 
 
 PLAIN_LINES = [

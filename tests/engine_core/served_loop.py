@@ -9,6 +9,8 @@ import time
 from collections import deque
 from types import SimpleNamespace
 
+import msgspec
+
 from ringcore.engine_core.admin.public_methods import engine_method
 from ringcore.engine_core.loop import EngineLoop
 from ringcore.engine_core.tracing import EngineTracing
@@ -146,7 +148,7 @@ class ScriptedCore:
         self.num_iterations = 0
         self.aborted: list[str] = []
         self.refuse: Exception | None = None
-        self.is_operating = False
+        self.is_operating = self.is_frozen = False
         self.is_idle = True
         self.captures: list[tuple[int, ScriptedFuture]] = []  # calls for a graph: in which iteration, and the reply
         self.captured_at: list[float] = []  # monotonic seconds of these calls
@@ -226,7 +228,7 @@ class ScriptedCore:
         assert ended_s >= began_s
 
     def stats(self):
-        return STATS
+        return msgspec.structs.replace(STATS, is_sleeping=self.is_frozen)
 
     def health(self):
         return EngineHealth("ready", step=7)

@@ -283,6 +283,16 @@ def test_each_of_two_recoveries_in_a_row_is_told():
         ]
 
 
+def test_a_sleep_is_told_without_a_step():
+    with serve() as served:
+        core = served.core
+        for is_frozen in (True, False):
+            core.do(lambda frozen=is_frozen: setattr(core, "is_frozen", frozen))
+            assert served.receive().message.stats.is_sleeping is is_frozen
+        core.do(lambda: came(output(1)))
+        assert served.receive().message.others == [output(1)]
+
+
 def test_a_death_is_noticed_where_nobody_waits_for_anything():
     with serve() as served:
         core = served.core

@@ -14,6 +14,7 @@ from fake_engine import make_model_folder
 import ringcore
 from ringcore import AsyncEngineArgs, EngineArgs, EngineConfig, SamplingParams
 from ringcore.errors import UnknownOptionError
+from ringcore.params.vllm_api import DIFFERENT_METHODS, LLM_METHODS
 from ringcore.params.vllm_names import ENGINE_OPTIONS, IMPORTS, SAMPLING_PARAMETERS, known_options
 
 NAMES = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())
@@ -74,6 +75,18 @@ def test_a_name_to_import_is_ours_or_explained():
     assert ringcore.AsyncLLM is ringcore.AsyncLLMEngine is ringcore.AsyncEngine
     assert SamplingParams(output_kind=ringcore.RequestOutputKind.FINAL_ONLY) == SamplingParams(output_kind="final")
     assert type(SamplingParams(output_kind=ringcore.RequestOutputKind.DELTA).output_kind) is str
+
+
+def test_methods_of_llm():
+    ours, theirs = {name for name in dir(ringcore.LLM) if name[0] != "_"}, set(NAMES["LLM"])
+    assert theirs - ours == set(LLM_METHODS)
+    assert set(DIFFERENT_METHODS) <= ours & theirs
+    named = {name for text in LLM_METHODS.values() for name in re.findall(r"\bLLM\.(\w+)", text)}
+    assert named - ours == {"config"}, "an attribute of the instance"
+    llm = object.__new__(ringcore.LLM)
+    with pytest.raises(AttributeError, match=r"LLM has no 'encode': it is LLM\.embed here"):
+        llm.encode("a")
+    assert not hasattr(llm, "nothing_of_it")
 
 
 def test_engine_args():

@@ -14,6 +14,7 @@ from fake_engine import FakeMultiproc, expected
 
 from ringcore import AsyncEngine
 from ringcore.cli.serve import bind
+from ringcore.front_end.replicas.replica_set import ReplicaSet
 from ringcore.serve import ServiceOptions, create_app
 from ringcore.serve.server import HttpServer, http_config
 
@@ -55,7 +56,8 @@ class RunningService:
 
     async def _main(self) -> None:
         try:
-            async with AsyncEngine(self._folder, **self._engine_options) as self.engine:
+            kind = ReplicaSet if "data_parallel_size" in self._engine_options else AsyncEngine
+            async with kind(self._folder, **self._engine_options) as self.engine:
                 app = create_app(self.engine, self._options)
                 self.service, self.service_app = app.state.service, app
                 config = http_config(app, self._options, log_config=None, timeout_graceful_shutdown=2)

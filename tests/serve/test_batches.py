@@ -85,6 +85,28 @@ def test_files(client):
             gone(made.id)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body", "part"),
+    [
+        ("/v1/responses", {"input": "a", "max_output_tokens": 3}, ("output", 0, "content", 0, "text")),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "base64"}, ("data", 0, "embedding")),
+    ],
+)
+def test_a_batch_answers_as_the_endpoint_does(client, service, endpoint, body, part):
+    def part_of(answer):
+        for step in part:
+            answer = answer[step]
+        return answer
+
+    lines = [{"custom_id": f"id-{i}", "method": "POST", "url": endpoint, "body": body} for i in range(3)]
+    lines[1]["url"] = "/v1/completions"
+    batch = ended(client, create(client, lines, endpoint=endpoint))
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 2, 1)
+    direct = http.post(service.url + endpoint, json=body).raise_for_status().json()
+    done = results(client, batch.output_file_id)
+    assert {part_of(one["response"]["body"]) for one in done.values()} == {part_of(direct)}
+
+
 def test_a_batch(client):
     lines = [line(f"id-{i}", "xy"[i % 2] * (i + 1)) for i in range(9)]
     lines[3] = line("wrong", temperature="hot")
@@ -180,7 +202,7 @@ def test_what_is_refused(client, service):
     assert len(list(client.files.list())) == listed  # and nothing is left of them
     file_id = upload(client, [line("a")])
     for options, said in (
-        ({"endpoint": "/v1/embeddings"}, "400"),
+        ({"endpoint": "/v1/score"}, "400"),
         ({"completion_window": "0h"}, "completion_window='0h': give a time such as '24h'"),
         ({"completion_window": "a day"}, "completion_window='a day': give a time such as '24h'"),
         ({"input_file_id": "file-none"}, "404"),

@@ -14,7 +14,7 @@ from fake_engine import make_model_folder
 
 from ringcore.cli import serve as module
 from ringcore.cli.serve import make_serve
-from ringcore.serve.limits import MONITORING_PATHS
+from ringcore.serve.access import MONITORING_PATHS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

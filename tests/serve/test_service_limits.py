@@ -13,7 +13,7 @@ from running_service import DEADLINE_S, eventually, http, served, text_of
 
 from ringcore.errors import ConfigError
 from ringcore.serve import ServiceOptions
-from ringcore.serve.limits import OPEN_PATHS
+from ringcore.serve.access import OPEN_PATHS
 
 KEYS = ("first-key", "second-key")
 MAX_BODY = 3000

@@ -25,11 +25,12 @@ def samples(service) -> dict[tuple[str, str], float]:
     assert answer.headers["content-type"].startswith("text/plain")
     found = {}
     for family in text_string_to_metric_families(answer.text):
-        assert family.name.startswith(("vllm:", "ringcore:"))
+        assert family.name.startswith(("vllm:", "ringcore:", "process_", "python_"))
         assert family.documentation
         for sample in family.samples:
             labels = dict(sample.labels)
-            assert labels.pop("model_name") == "fake"
+            assert labels.pop("model_name", None) == (None if family.name.startswith("p") else "fake")
+            labels.pop("engine", None)
             found[sample.name, next(iter(labels.values()), "")] = sample.value
     return found
 

@@ -50,7 +50,7 @@ class Replica(EngineCalls):
 
     @property
     def num_unfinished(self) -> int:
-        return self.generations.current.num_unfinished
+        return len(self.generations.current.unfinished_ids)
 
     @property
     def num_used_blocks(self) -> int:
@@ -59,7 +59,7 @@ class Replica(EngineCalls):
         return 0 if client.last_ready is None else client.last_ready.num_blocks - client.stats.num_free_blocks
 
     def has(self, request_id: str) -> bool:
-        return self.generations.current.has(request_id)
+        return request_id in self.generations.current.unfinished_ids
 
     def add(self, prepared: PreparedRequest) -> RequestStream:
         """As `RequestStreams.add`, where it is open."""
@@ -79,7 +79,7 @@ class Replica(EngineCalls):
     async def _each(self, method: Callable[[EngineCoreClient], T]) -> list[T]:
         return [await self.in_thread(partial(method, self.generations.current.client))]
 
-    async def health(self, timeout: float) -> EngineHealth:
+    async def health(self, timeout: float = 1.0) -> EngineHealth:
         return await self.in_thread(partial(self.generations.health, timeout))
 
     async def restart(self, timeout: float | None) -> None:

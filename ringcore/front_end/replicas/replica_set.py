@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -156,8 +156,8 @@ class ReplicaSet(ServingEngine):
             replica.generations.current.abort(request_id)
 
     @property
-    def num_unfinished(self) -> int:
-        return sum(replica.num_unfinished for replica in self._replicas)
+    def unfinished_ids(self) -> list[str]:
+        return [one for replica in self._replicas for one in list(replica.generations.current.unfinished_ids)]
 
     def get_tokenizer(self) -> Tokenizer:
         return self._front_end.tokenizer
@@ -212,15 +212,19 @@ class ReplicaSet(ServingEngine):
             self._restarting.release()
 
     async def _each(self, method: Callable[[EngineCoreClient], T]) -> list[T]:
-        called = [replica for replica in self._replicas if not self._ends.has(replica.number)] or self._replicas
-        answers = await asyncio.gather(*(replica._each(method) for replica in called), return_exceptions=True)
-        for replica, answer in zip(called, answers, strict=True):
+        called = self.live_replicas()
+        answers = await asyncio.gather(*(one._each(method) for one in called.values()), return_exceptions=True)
+        for number, answer in zip(called, answers, strict=True):
             if isinstance(answer, BaseException):
-                raise _named(answer, replica.number, len(self._replicas))
+                raise _named(answer, number, len(self._replicas))
         return [value for answer in answers if not isinstance(answer, BaseException) for value in answer]
 
     # -----------------------------------------------------------------------------------------------------------
     # State.
+
+    def live_replicas(self) -> Mapping[int, Replica]:
+        live = {one.number: one for one in self._replicas if not self._ends.has(one.number)}
+        return live or dict(enumerate(self._replicas))
 
     async def replica_healths(self, timeout: float = 1.0) -> list[EngineHealth]:
         return list(await asyncio.gather(*(replica.health(timeout) for replica in self._replicas)))
@@ -233,9 +237,8 @@ class ReplicaSet(ServingEngine):
         return totals_of([replica.metrics for replica in self._replicas])
 
     def metrics(self, model_name: str | None = None) -> CollectorRegistry:
-        """As an engine's; of several replicas each sample has the label "replica"."""
-        alone = len(self._replicas) == 1
-        engines = [({} if alone else {"replica": str(one.number)}, one.metrics) for one in self._replicas]
+        """As an engine's; the label "engine" is a replica's number."""
+        engines = [one.metrics for one in self._replicas]
         return make_registry_of(engines, self._tokenizer_pool, model_name or as_utf8(self.config.model.model))
 
 

@@ -41,14 +41,22 @@ _ERROR_CODES: dict[int, str] = {
 class Responses:
     """One body: a conversation whose next items are the answer. Raises `InvalidRequestError` and `ApiError`.
 
-    store: has the conversation before it, and gets this one.
+    store: has the conversation before it, and gets this one. answer_id: of the response, and so of the engine's
+    request; None makes one. seed: of its tokens, which a body of this API cannot give.
     """
 
     num_prompts = n = 1
 
-    def __init__(self, model: ServedModel, body: ResponsesRequest, store: ResponseStore) -> None:
-        self._body, self._store = body, store
-        self._answer = Answer.of("resp", model.name(body.model), f"resp_{uuid4().hex}")
+    def __init__(
+        self,
+        model: ServedModel,
+        body: ResponsesRequest,
+        store: ResponseStore,
+        answer_id: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._body, self._store, self._seed = body, store, seed
+        self._answer = Answer.of("resp", model.name(body.model), answer_id or f"resp_{uuid4().hex}")
         self._messages = ItemMessages(self._earlier_messages())
         self._messages.add("input", body.items())
         with fields_named(_NAMES):
@@ -79,7 +87,7 @@ class Responses:
         return Conversation(
             self._messages.instructed(body.instructions),
             body.request_tools(),
-            SamplingParams(output_kind=kind, **{"max_tokens": None, **defaults, **given}),
+            SamplingParams(output_kind=kind, seed=self._seed, **{"max_tokens": None, **defaults, **given}),
             form=body.text_form(),
             template_kwargs=body.template_kwargs(),
             is_parallel=body.parallel_tool_calls is not False,

@@ -66,7 +66,7 @@ def read(engines):
     names = [(family.name, sample) for family in families for sample in family.samples]
     assert len({name for name, _ in names}) == len(list(dict.fromkeys(name for name, _ in names)))
     return {
-        (one.name, one.labels.get("replica"), one.labels.get("finished_reason")): one.value
+        (one.name, one.labels.get("engine"), one.labels.get("finished_reason")): one.value
         for _, one in names
         if "le" not in one.labels
     }
@@ -141,7 +141,9 @@ def test_a_death(folder):
             await eventually(lambda: load(engines) == [1, 1])
             begun = engines.generate([SLOW, 7], SamplingParams(max_tokens=100, output_kind="delta"))
             await anext(begun)
-            dying = next(i for i in range(2) if streams_of(engines, i).has(begun._stream._stream.state.request_id))
+            dying = next(
+                i for i in range(2) if begun._stream._stream.state.request_id in streams_of(engines, i).unfinished_ids
+            )
             Path(folder, "holds").touch()
             kill(engines, dying)
             with pytest.raises(EngineDeadError, match="SIGKILL"):
