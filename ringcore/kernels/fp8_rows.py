@@ -32,8 +32,9 @@ def to_rows(numbers: torch.Tensor) -> torch.Tensor:
 
 def from_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[..., n + 1] uint8 -> [..., n] in `dtype`; bytes that are 0 are zeros."""
-    codes = rows[..., :-1].view(torch.float8_e4m3fn).float()
-    return codes.mul_((rows[..., -1:].to(torch.int32) << 23).view(torch.float32)).to(dtype)
+    computed = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # which have every power of 2
+    codes = rows[..., :-1].view(torch.float8_e4m3fn).to(computed)
+    return codes.mul_((rows[..., -1:].to(torch.int32) << 23).view(torch.float32).to(computed)).to(dtype)
 
 
 def rounded(numbers: torch.Tensor) -> torch.Tensor:
