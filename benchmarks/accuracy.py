@@ -1,4 +1,4 @@
-"""What each linear scheme, and KV in FP8, changes: perplexity of a text, and errors of log-probabilities against float32."""
+"""What linear schemes and KV in FP8 change: perplexity of a text, and errors of log-probabilities against float32."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from ringcore.kernels.fp8_kv import expand_codes, load_exponents, power_of_2, takes_words, weighted_codes
+from ringcore.kernels.fp8_kv import expand_codes, load_exponents, multiplies_codes, power_of_2, weighted_codes
 
 __all__ = ["MASK_VALUE", "attend_tile", "score_factors", "sink_share", "tile_blocks", "token_offsets"]
 
@@ -104,19 +104,19 @@ def attend_tile(
         v_dim = tl.arange(0, v_width)[None, :]
         v_source = pages + (offsets * token_stride)[:, None] + v_dim
         v_source += page if block_size % tile_tokens == 0 else page[:, None]
-    by_words: tl.constexpr = exponent_offset > 0 and takes_words(query.shape[0], v_width, query.dtype)
+    by_codes: tl.constexpr = exponent_offset > 0 and multiplies_codes(query.shape[0], query.dtype)
     if width == head_size:
         keys = tl.load(source)
     else:
         keys = tl.load(source, mask=dim < head_size, other=0)
-    if not by_words:
+    if not by_codes:
         if v_width == v_head_size:
             values = tl.load(v_source + value_offset)
         else:
             values = tl.load(v_source + value_offset, mask=v_dim < v_head_size, other=0)
     if exponent_offset > 0:
         key_exponents, value_exponents = load_exponents(pages + exponent_offset + page + offsets, block_size)
-    if by_words:
+    if by_codes:
         scores = tl.dot(query.to(tl.float16), tl.trans(expand_codes(keys, tl.float16)))
         scores *= (power_of_2(key_exponents) * scale_log2)[None, :]
         scale_log2 = 1.0
@@ -146,9 +146,10 @@ def attend_tile(
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
-    if by_words:
+    if by_codes:
         largest = tl.max(value_exponents, 0)
-        weights = (weights * power_of_2(127 + value_exponents - largest)[None, :]).to(tl.float16)
+        relative = power_of_2(tl.maximum(127 + value_exponents - largest, 0))  # from 1 down
+        weights = (weights * relative[None, :]).to(tl.float16)
         tokens = pages + value_offset + page + offsets * token_stride
         acc = acc * rescale[:, None] + weighted_codes(weights, tokens, v_head_size, v_width) * power_of_2(largest)
     else:

@@ -160,8 +160,8 @@ class DecodeTiling(NamedTuple):
         better. More sequences have fewer partials each: four per round in place of one gain 0.6% and 3% at 8 x 400
         tokens.
 
-        FP8 (bytes) has tiles of twice the tokens, which are as many bytes, and four warps for any number of sequences:
-        a product is of a quarter of the columns (`fp8_kv`), too few for eight. These were not measured.
+        FP8 (bytes) has tiles of twice the tokens, as many bytes, and four warps for any number of sequences: a product
+        of values is of a quarter of the columns (`fp8_kv`), too few for eight. That was not measured.
         """
         token_bytes = padded_head_size(head_size) * dtype.itemsize
         if dtype.itemsize == 1:

@@ -1,9 +1,9 @@
 """The numbers of `fp8_rows` in Triton: rounded as they are written, and multiplied in tiles as they are read.
 
 For few queries, as decodes have, codes are multiplied as float16, which has every number of e4m3 and to which the
-hardware expands two of an instruction. The powers of 2 are kept out of it: those of keys scale the scores, and those of
-values the weights, relative to the largest of the tile, so that no weight is out of float16's range. For many queries
-keys and values are expanded to the model's dtype.
+hardware expands two of an instruction; so are queries, which are infinite from 65,520 on. The powers of 2 are kept out
+of it: those of keys scale the scores, and those of values the weights, relative to the largest of the tile, so that no
+weight is out of float16's range. For many queries, and in float32, keys and values are expanded to the model's dtype.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["expand_codes", "load_exponents", "power_of_2", "round_row", "takes_words", "weighted_codes"]
+__all__ = ["expand_codes", "load_exponents", "multiplies_codes", "power_of_2", "round_row", "weighted_codes"]
 
-_FEWEST_COLUMNS = 16  # of a product
-_TENSOR_CORE_ROWS = 64  # from here on tensor cores read both factors in shared memory
+_WIDE = tl.constexpr(128)  # numbers of a head
+_SHARED_MEMORY_ROWS = 64  # from here on tensor cores read both factors in shared memory
 
 
 @triton.jit
@@ -70,9 +70,9 @@ def load_exponents(tokens, block_size: tl.constexpr):
 
 
 @triton.constexpr_function
-def takes_words(num_rows, width, dtype):
-    """Whether a tile is multiplied by `weighted_codes`."""
-    return num_rows < _TENSOR_CORE_ROWS and width >= 4 * _FEWEST_COLUMNS and dtype != tl.float32
+def multiplies_codes(num_rows, dtype):
+    """Whether a tile of so many rows of queries in `dtype` is multiplied by codes."""
+    return num_rows < _SHARED_MEMORY_ROWS and dtype != tl.float32
 
 
 @triton.jit
@@ -80,9 +80,16 @@ def weighted_codes(weights, tokens, head_size: tl.constexpr, width: tl.constexpr
     """weights [rows, n] float16 @ codes [n, width]. tokens: [n] pointers to the first of the `head_size` codes of each.
 
     A tensor core of few rows takes two tokens of a column in one register, and in shared memory the neighbours of a
-    code are of its token. So words of four codes are read, and multiplied as four products, each of every fourth
-    column: that is a quarter of the reads.
+    code are of its token. So of a wide head words of four codes are read, a quarter of the reads, and multiplied as
+    four products, each of every fourth column. A narrow one would have too few columns for that.
     """
+    if width < _WIDE:
+        dim = tl.arange(0, width)[None, :]
+        if width == head_size:
+            codes = tl.load(tokens[:, None] + dim)
+        else:
+            codes = tl.load(tokens[:, None] + dim, mask=dim < head_size, other=0)
+        return tl.dot(weights, expand_codes(codes, tl.float16))
     word = tl.arange(0, width // 4)[None, :]
     source = tokens.to(tl.pointer_type(tl.int32))[:, None] + word
     if width == head_size:

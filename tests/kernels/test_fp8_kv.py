@@ -134,6 +134,22 @@ def test_decodes(device, dtype, options):
     check_decode([150, 1, 40], 3, device=device, dtype=dtype, **options)
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_values_of_very_different_sizes(device, head_size):
+    """In one tile: zeros, whose exponent is the smallest, and some whose weights are large by comparison."""
+    batch = PagedBatch.make([(1, 33)], device=device, dtype=torch.bfloat16, head_size=head_size)
+    values = PageLayout.of(batch.kv_cache, head_size).split(batch.kv_cache)[1]
+    values[batch.block_table[0, 0], :, :8] = 0.0
+    values[batch.block_table[0, 1]] *= 2.0**-40
+    values[batch.block_table[0, 2]] *= 2.0**20
+    fp8(batch)
+    tile_scheduler = scheduler_of(batch, 2)
+    tile_scheduler.plan(batch.seq_lens)
+    inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, tile_scheduler, batch.scale)
+    expected = paged_attention_decode_reference(*inputs)
+    assert_close(decode(batch, tile_scheduler) / 2**20, expected / 2**20)
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
