@@ -61,7 +61,7 @@ def attend_tile(
     query,  # [rows, width]
     row_max,  # [rows] float32: the largest score so far, times scale_log2
     row_sum,  # [rows] float32: the sum of the weights so far
-    acc,  # [rows, v_width] float32: the weighted sum of the values so far
+    acc,  # [rows, v_width] float32: the weighted sum of the values so far; columns: `dims_of_columns`
     blocks,  # from `tile_blocks`
     pages,  # pointer to the KV head's keys in block 0
     start,  # this and the next two as for `tile_blocks`

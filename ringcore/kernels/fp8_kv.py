@@ -11,7 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["expand_codes", "load_exponents", "multiplies_codes", "power_of_2", "round_row", "weighted_codes"]
+__all__ = [
+    "dims_of_columns",
+    "expand_codes",
+    "load_exponents",
+    "multiplies_codes",
+    "power_of_2",
+    "round_row",
+    "weighted_codes",
+]
 
 _WIDE = tl.constexpr(128)  # numbers of a head
 _SHARED_MEMORY_ROWS = 64  # from here on tensor cores read both factors in shared memory
@@ -76,12 +84,23 @@ def multiplies_codes(num_rows, dtype):
 
 
 @triton.jit
+def dims_of_columns(num_rows: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr, is_fp8: tl.constexpr):
+    """Of which number of a value each column of a sum by `attend_tile` is, [width]."""
+    column = tl.arange(0, width)
+    if is_fp8 and multiplies_codes(num_rows, dtype) and width >= _WIDE:
+        column = column % (width // 4) * 4 + column // (width // 4)
+    return column
+
+
+@triton.jit
 def weighted_codes(weights, tokens, head_size: tl.constexpr, width: tl.constexpr):
-    """weights [rows, n] float16 @ codes [n, width]. tokens: [n] pointers to the first of the `head_size` codes of each.
+    """weights [rows, n] float16 @ codes [n, width], with columns as in `dims_of_columns`. tokens: [n] pointers to each
+    token's first of `head_size` codes.
 
     A tensor core of few rows takes two tokens of a column in one register, and in shared memory the neighbours of a
     code are of its token. So of a wide head words of four codes are read, a quarter of the reads, and multiplied as
-    four products, each of every fourth column. A narrow one would have too few columns for that.
+    four products, each of every fourth column. They stay in this order: to interleave them would be a way through
+    shared memory for each tile. A narrow head would have too few columns for it all.
     """
     if width < _WIDE:
         dim = tl.arange(0, width)[None, :]
@@ -100,4 +119,5 @@ def weighted_codes(weights, tokens, head_size: tl.constexpr, width: tl.constexpr
     second = tl.dot(weights, expand_codes(((words >> 8) & 255).to(tl.uint8), tl.float16))
     third = tl.dot(weights, expand_codes(((words >> 16) & 255).to(tl.uint8), tl.float16))
     fourth = tl.dot(weights, expand_codes(((words >> 24) & 255).to(tl.uint8), tl.float16))
-    return tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(weights.shape[0], width)
+    products = tl.join(tl.join(first, third), tl.join(second, fourth))  # [rows, width // 4, 2, 2]
+    return products.permute(0, 2, 3, 1).reshape(weights.shape[0], width)

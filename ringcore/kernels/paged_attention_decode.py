@@ -26,6 +26,7 @@ from ringcore.kernels.decode_scheduler import (
     context_tiles,
 )
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.fp8_kv import dims_of_columns
 from ringcore.kernels.kv_write import check_rows
 from ringcore.kernels.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.prefetch import prefetch_l2
@@ -136,7 +137,7 @@ def _paged_attention_decode(
     dim = tl.arange(0, width)[None, :]
     in_bounds = (row < group)[:, None] & (dim < head_size)
     in_item = row[:, None] * head_size + dim
-    v_dim = tl.arange(0, v_width)[None, :]
+    v_dim = dims_of_columns(rows, v_width, query.dtype.element_ty, exponent_offset > 0)[None, :]
     in_bounds_out = (row < group)[:, None] & (v_dim < v_head_size)
     in_item_out = row[:, None] * v_head_size + v_dim
     is_local: tl.constexpr = window + chunk > 0
@@ -212,13 +213,12 @@ def _paged_attention_decode(
         blocks, item, page, begin = next_blocks, next_item, next_page, next_begin
         first, tokens, tiles_left = next_first, next_tokens, next_tiles_left
     if combines:
-        num_partials = program - first_program + 1
         item_sinks = None if sinks is None else sinks + combined_item % num_kv_heads * group
         combined = combine_partials(
-            partials, first_program, num_partials, item_sinks, group, combine_rows, v_head_size, v_width,
+            partials, first_program, program - first_program + 1, item_sinks, group, combine_rows, v_head_size, v_width,
             partials_per_round,
         )  # fmt: skip
-        combined_row = tl.arange(0, combine_rows)[:, None]
+        combined_row, v_dim = tl.arange(0, combine_rows)[:, None], tl.arange(0, v_width)[None, :]
         tl.store(
             out + combined_item * group * v_head_size + combined_row * v_head_size + v_dim,
             combined.to(out.dtype.element_ty),
