@@ -1,4 +1,4 @@
-"""What each linear scheme changes: perplexity of a text, and errors of log-probabilities against float32."""
+"""What linear schemes and KV in FP8 change: perplexity of a text, and errors of log-probabilities against float32."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "bfloat16": Scheme(16, {"dtype": "bfloat16"}),
     'quantization="fp8"': Scheme(8, {"dtype": "float32", "quantization": "fp8"}),
     'quantization="int4"': Scheme(4, {"dtype": "float32", "quantization": "int4"}),
+    'kv_cache_dtype="fp8"': Scheme(8, {"dtype": "float32", "kv_cache_dtype": "fp8"}),
     "GGUF Q8_0": Scheme(8, {"dtype": "float32"}, "Q8_0"),
     "GGUF Q5_1": Scheme(5, {"dtype": "float32"}, "Q5_1"),
     "GGUF Q5_0": Scheme(5, {"dtype": "float32"}, "Q5_0"),
@@ -42,7 +43,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 class Accuracy(Benchmark):
-    """perplexity of the project's guide, and errors of log-probabilities, for each linear scheme"""
+    """perplexity of the project's guide, and errors of log-probabilities, by linear scheme and KV cache dtype"""
 
     default_rounds: ClassVar[int] = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ __all__ = ["GpuAttention"]
 TIMEOUT_S = 120.0
 HEAD_SIZE, BLOCK_SIZE = 128, 16
 KINDS = ("decode", "prefill")
+KV_DTYPES = ("auto", "fp8")  # of `kv_cache_dtype`
+FP8_NAME = ", KV in FP8"
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,16 @@ class Case:
         heads = f"{self.num_heads} query and {self.num_kv_heads} KV heads"
         return f"{self.kind}, {self.num_seqs} x {tokens} tokens, {heads}"
 
-    def shape(self, dtype: str) -> dict[str, Any]:
+    def shape(self, dtype: str, is_fp8: bool = False) -> dict[str, Any]:
         draw = random.Random(self.num_seqs)
         lens = [draw.randint(self.low, self.high) for _ in range(self.num_seqs)]
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_size": HEAD_SIZE}
-        return {"lens": lens, **heads, "block_size": BLOCK_SIZE, "dtype": dtype}
+        return {"lens": lens, **heads, "block_size": BLOCK_SIZE, "dtype": dtype, "is_fp8": is_fp8}
 
 
 CASES = (
+    Case("decode", 256, 1000, 1000, 16),
+    Case("decode", 256, 1000, 1000, 32),
     Case("decode", 256, 500, 1500, 16),
     Case("decode", 32, 1024, 1280, 32),
     Case("decode", 8, 32768, 32768, 32),
@@ -71,6 +76,9 @@ class GpuAttention(Benchmark):
         names = [name for name in ATTENTION_BACKENDS if name != "auto"]
         parser.add_argument("--backends", default=",".join(names), help=f"some of {','.join(names)} (default: all)")
         parser.add_argument("--what", default=",".join(KINDS), help=f"some of {','.join(KINDS)} (default: both)")
+        parser.add_argument(
+            "--kv-cache-dtypes", default=",".join(KV_DTYPES), help=f"some of {','.join(KV_DTYPES)} (default: both)"
+        )
         Deadline.add_arguments(parser)
 
     def run(self, plan: Plan) -> Findings:
@@ -78,12 +86,13 @@ class GpuAttention(Benchmark):
         kinds, names = options.what.split(","), options.backends.split(",")
         _check_known("--what", kinds, KINDS)
         _check_known("--backends", names, ATTENTION_BACKENDS[1:])
+        _check_known("--kv-cache-dtypes", stored := options.kv_cache_dtypes.split(","), KV_DTYPES)
         ceilings, deadline = measure_ceilings(options.device, options.dtype), Deadline(options.seconds)
         with Driver("attention", (sys.executable, "-m", "benchmarks.peers.attention_backends")) as driver:
             session = _Session(driver, driver.call("load", TIMEOUT_S, device=options.device), names)
-            for case in CASES:
+            for case, kv_dtype in itertools.product(CASES, stored):
                 if case.kind in kinds and deadline.allows(case.shown):
-                    session.measure(case, plan.rounds, options.dtype, ceilings)
+                    session.measure(case, plan.rounds, options.dtype, ceilings, is_fp8=kv_dtype == "fp8")
                     if session.has_measured:
                         plan.keep(session.findings(options.dtype))
         return session.findings(options.dtype)
@@ -104,9 +113,9 @@ class _Session:
         self._measurements: list[Measurement] = []
         self._reasons: dict[str, str] = {}  # check -> why
 
-    def measure(self, case: Case, rounds: int, dtype: str, ceilings: Ceilings) -> None:
-        shape = case.shape(dtype)
-        able = [name for name in self._names if self._accepts(name, shape)]
+    def measure(self, case: Case, rounds: int, dtype: str, ceilings: Ceilings, *, is_fp8: bool = False) -> None:
+        shape, shown = case.shape(dtype, is_fp8), case.shown + (FP8_NAME if is_fp8 else "")
+        able = [name for name in self._names if self._accepts(name, shape, is_fp8)]
 
         def turn(name: str, round_: int) -> list[Any]:
             if name not in able:
@@ -115,24 +124,24 @@ class _Session:
                 rows: list[Any] = self._driver.call("measure", TIMEOUT_S, backend=name, kind=case.kind, shape=shape)
             except BenchmarkError as error:
                 able.remove(name)
-                self._reasons[f"{name}{FAILED}{case.shown}"] = error.message.splitlines()[0]
+                self._reasons[f"{name}{FAILED}{shown}"] = error.message.splitlines()[0]
                 return []
-            note(f"{case.shown}, round {round_} of {rounds}: {name} {rows[0][2]:,.1f} {rows[0][1]}")
+            note(f"{shown}, round {round_} of {rounds}: {name} {rows[0][2]:,.1f} {rows[0][1]}")
             return rows
 
         taken = interleave(list(able), rounds, turn)
         limits = _limits(case.kind, ceilings)
         whole = {name: samples for name, samples in taken.items() if name in able}
-        self._measurements += measurements_from_rows(whole, limits, prefix=f"{case.shown}, ")
+        self._measurements += measurements_from_rows(whole, limits, prefix=f"{shown}, ")
 
     @property
     def has_measured(self) -> bool:
         return bool(self._measurements)
 
-    def _accepts(self, name: str, shape: dict[str, Any]) -> bool:
+    def _accepts(self, name: str, shape: dict[str, Any], is_fp8: bool) -> bool:
         reason = self._driver.call("refusal", TIMEOUT_S, backend=name, shape=shape)
         if reason is not None:
-            self._reasons[f"{name} refuses"] = reason
+            self._reasons[f"{name} refuses{FP8_NAME if is_fp8 else ''}"] = reason
         return reason is None
 
     def findings(self, dtype: str) -> Findings:
@@ -163,5 +172,5 @@ def _conditions(dtype: str) -> list[str]:
         "Decode: one token of each sequence, in a CUDA graph, over caches that together do not fit the L2; what all "
         "layers of a step share is planned before, and the new tokens' keys are in the cache where the backend can "
         "be told so. Prefill: whole prompts that share nothing, their keys written on the way; products of the causal "
-        "half.",
+        "half. KV in FP8: as kv_cache_dtype='fp8' stores it; the bytes read are codes and scales.",
     ]

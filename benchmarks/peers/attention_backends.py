@@ -21,6 +21,7 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
+from ringcore.kernels.fp8_rows import rounded
 from ringcore.kv_cache.spec import FullAttentionSpec
 
 PACKAGES = ("ringcore", "torch", "triton", "flash-attn", "flash-attn-3")
@@ -39,6 +40,7 @@ class Shape:
     head_size: int
     block_size: int
     dtype: str
+    is_fp8: bool = False  # keys and values
 
     @property
     def layer(self) -> AttentionSpec:
@@ -46,7 +48,8 @@ class Shape:
 
     @property
     def spec(self) -> FullAttentionSpec:
-        return FullAttentionSpec(self.block_size, self.num_kv_heads, self.head_size, self.dtype)
+        shape = self.block_size, self.num_kv_heads, self.head_size, self.dtype
+        return FullAttentionSpec(*shape, is_fp8=self.is_fp8)
 
     @property
     def kv_bytes(self) -> int:
@@ -75,7 +78,7 @@ class Bench:
             row[:count] = [ids.pop() for _ in range(count)]
         self.dtype = getattr(torch, self.shape.dtype)
         cache_shape = self.backend.kv_cache_shape(sum(needed) + 1)
-        self.cache = torch.zeros(cache_shape, dtype=self.dtype, device=self.device)
+        self.cache = torch.zeros(cache_shape, dtype=self.backend.storage_dtype, device=self.device)
         self.layer = self.shape.layer
 
     def metadata(self, first: int, end: int, new: list[int]) -> AttentionMetadata:
@@ -126,7 +129,10 @@ class Bench:
             first = end
 
     def check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-        """`query` and `out`: the last rows of one sequence; key and value: of all its tokens."""
+        """`query` and `out`: the last rows of one sequence; key and value: of all its tokens, rounded where they are
+        stored rounded."""
+        if self.shape.is_fp8:
+            key, value = rounded(key), rounded(value)
         group = self.shape.num_heads // self.shape.num_kv_heads
         keys, values = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
         scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * self.layer.scale

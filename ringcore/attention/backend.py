@@ -10,6 +10,7 @@ import torch
 
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import HeadsSpec, KVCacheSpec, MLASpec
 
 __all__ = ["AttentionBackend", "LatentBackend", "LatentUpProjection", "PagedBackend"]
@@ -47,6 +48,11 @@ class PagedBackend(ABC):
         sharing_specs: Sequence[KVCacheSpec] = (),
     ) -> str | None:
         """Why this backend cannot serve these layers on `device`; None if it can. Arguments: as for the constructor."""
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Of a layer's cache tensor: the model's, or bytes."""
+        return torch.uint8 if self.spec.is_fp8 else TORCH_DTYPES[self.spec.dtype]
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:

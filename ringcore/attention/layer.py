@@ -10,6 +10,8 @@ import torch
 from ringcore.attention.backend import AttentionBackend, LatentBackend, LatentUpProjection
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.spec import AttentionSpec
+from ringcore.errors import ConfigError
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import ChunkedAttentionSpec, FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 __all__ = ["AnyAttention", "Attention", "KVWriteTarget", "LatentAttention"]
@@ -53,17 +55,17 @@ class Attention:
     def name(self) -> str:
         return f"layers.{self.index}.attention"
 
-    def kv_cache_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
+    def kv_cache_spec(self, block_size: int, dtype: str, is_fp8: bool = False) -> KVCacheSpec:
         """What the layer caches, in blocks of `block_size` tokens.
 
         The KV cache plan may store it otherwise: in longer blocks, or as full attention if the mask is only causal.
         """
         shape = (block_size, self.num_kv_heads, self.head_size, dtype)
         if self.sliding_window is not None:
-            return SlidingWindowSpec(*shape, self.sliding_window, self.v_head_size)
+            return SlidingWindowSpec(*shape, self.sliding_window, self.v_head_size, is_fp8)
         if self.chunk_size is not None:
-            return ChunkedAttentionSpec(*shape, self.chunk_size, self.v_head_size)
-        return FullAttentionSpec(*shape, self.v_head_size)
+            return ChunkedAttentionSpec(*shape, self.chunk_size, self.v_head_size, is_fp8)
+        return FullAttentionSpec(*shape, self.v_head_size, is_fp8)
 
     def kv_write_target(self, ctx: ForwardContext) -> KVWriteTarget | None:
         """Where to write keys and values before `__call__`, which then gets none; None: the backend writes them
@@ -76,10 +78,11 @@ class Attention:
     def zero_kv(self, group: GroupContext, kv_cache: torch.Tensor) -> None:
         """Zeroes the keys and values of the step's tokens in this layer, by the write path that every backend has."""
         num_tokens, v_head_size = group.metadata.num_tokens, self.v_head_size or self.head_size
-        query = kv_cache.new_zeros(num_tokens, self.num_heads, self.head_size)
-        key = kv_cache.new_zeros(num_tokens, self.num_kv_heads, self.head_size)
-        value = kv_cache.new_zeros(num_tokens, self.num_kv_heads, v_head_size)
-        sinks = kv_cache.new_zeros(self.num_heads) if self.has_sinks else None
+        dtype = TORCH_DTYPES[group.backend.spec.dtype]
+        query = kv_cache.new_zeros(num_tokens, self.num_heads, self.head_size, dtype=dtype)
+        key = query.new_zeros(num_tokens, self.num_kv_heads, self.head_size)
+        value = query.new_zeros(num_tokens, self.num_kv_heads, v_head_size)
+        sinks = query.new_zeros(self.num_heads) if self.has_sinks else None
         _of_heads(group).forward(query, key, value, kv_cache, group.metadata, group.plan, self.spec, sinks)
 
     def __call__(
@@ -123,8 +126,15 @@ class LatentAttention:
     def name(self) -> str:
         return f"layers.{self.index}.attention"
 
-    def kv_cache_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
-        """See `Attention`."""
+    def kv_cache_spec(self, block_size: int, dtype: str, is_fp8: bool = False) -> KVCacheSpec:
+        """See `Attention`. Raises `ConfigError` for FP8."""
+        if is_fp8:
+            raise ConfigError(
+                f"kv_cache_dtype='fp8': {self.name} caches latents, one row for all {self.num_heads} heads, for which "
+                "there is no FP8; give kv_cache_dtype='auto'",
+                option="kv_cache_dtype",
+                value="fp8",
+            )
         return MLASpec(block_size, self.kv_lora_rank, self.qk_rope_head_dim, dtype)
 
     def kv_write_target(self, ctx: ForwardContext) -> KVWriteTarget | None:

@@ -40,9 +40,12 @@ Shape = tuple[int, ...]
 ROUTER = "mlp.gate"
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
-# Tensors of a checkpoint that are ignored: computed tables, and the copy of the embeddings in some tied checkpoints.
-# Any other tensor that the model does not use means that the model would compute something else than the checkpoint's.
-_DISPENSABLE = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|lm_head\.weight")
+# Tensors of a checkpoint that are ignored: computed tables, the copy of the embeddings in some tied checkpoints, and
+# scales of a quantized KV cache, which are computed here for each token. Any other tensor that the model does not use
+# means that the model would compute something else than the checkpoint's.
+_DISPENSABLE = re.compile(
+    r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.[kv]_scale)|lm_head\.weight"
+)
 
 
 def is_dispensable(checkpoint_name: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringcore.checkpoint import AnySpec, ModelSpec
+from ringcore.checkpoint.family import Families
 from ringcore.checkpoint.quantization.shares import refused_expert_shares, refused_shares
 from ringcore.config.admin_keys import check_endpoint, read_server_keys
 from ringcore.config.host_checks import check_hosts
@@ -19,6 +20,7 @@ from ringcore.config.options import (
     EXECUTORS,
     GENERATION_CONFIGS,
     GGUF_WEIGHTS,
+    KV_CACHE_DTYPES,
     LARGE_MESSAGES,
     LOAD_FORMATS,
     MODEL_IMPLS,
@@ -32,7 +34,7 @@ from ringcore.config.options import (
 )
 from ringcore.config.value_checks import bad_value, check_count, check_seconds
 
-__all__ = ["check_together", "check_values"]
+__all__ = ["check_kv_cache_dtype", "check_together", "check_values"]
 
 MIN_RING_BYTES, MAX_RING_BYTES = 64 << 10, 1 << 30
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -40,6 +42,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "model_impl": MODEL_IMPLS,
     "generation_config": GENERATION_CONFIGS,
     "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
     "device": DEVICES,
     "gguf_weights": GGUF_WEIGHTS,
     "scheduling_policy": SCHEDULING_POLICIES,
@@ -170,6 +173,18 @@ def _check_admin(endpoint: object, keys: Any) -> None:
     if not isinstance(keys, str | os.PathLike) or not os.fspath(keys):
         raise bad_value("admin_keys", keys, "give a directory made by 'ringcore keys DIR'")
     read_server_keys(keys)
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str, spec: AnySpec, families: Families) -> None:
+    """Whatever `model_impl` computes it, a model of a family loses what the family was measured to lose."""
+    found = families.native([spec.architecture])
+    if kv_cache_dtype == "auto" or found is None or found[1].fp8_kv_loss is None:
+        return
+    raise bad_value(
+        "kv_cache_dtype",
+        kv_cache_dtype,
+        f"FP8 keys and values were measured to break a {spec.architecture}: {found[1].fp8_kv_loss}; give 'auto'",
+    )
 
 
 def _check_no_ray(options: Mapping[str, Any]) -> None:

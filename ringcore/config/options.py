@@ -16,6 +16,7 @@ QUANTIZATIONS = ("fp8", "int4")
 GGUF_WEIGHTS = ("auto", "packed", "expanded")
 GENERATION_CONFIGS = ("auto", "ringcore")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("multiproc", "uniproc", "ray")
@@ -75,6 +76,11 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     block_size: int = _option(16, "tokens in a block of the KV cache")
+    kv_cache_dtype: str = _option(
+        "auto",
+        f"one of {', '.join(KV_CACHE_DTYPES)}; fp8, which is fp8_e4m3, has twice the tokens of 16 bits in the same "
+        "memory; auto is the model's dtype",
+    )
     num_blocks_override: int | None = _option(None, "this many blocks whatever the memory, the null block among them")
     kv_cache_bytes: int | None = _option(None, "bytes of the KV cache on each rank; None measures what is free")
     gpu_memory_utilization: float | None = _option(
@@ -96,6 +102,10 @@ class CacheConfig:
     host_kv_cache_dir_timeout_s: float = _option(
         10.0, "a read or write of a block there that takes longer takes the directory out of use"
     )
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kv_cache_dtype != "auto"
 
     def directory_bytes(self, num_ranks: int) -> int:
         """The limit of `host_kv_cache_dir`, for an engine of so many ranks; 0 without one."""

@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5, dense: biases on q, k and v whatever the configuration says, windows in the later layers."""
+"""Qwen2 and Qwen2.5, dense: biases on q, k and v whatever the configuration says, windows in the later layers.
+
+In some layers the largest number of a key is 20 to 60 times the median, and FP8 rounds each to 4 bits.
+"""
 
 from __future__ import annotations
 
@@ -14,4 +17,5 @@ QWEN2 = Family(
     attention_out_bias=False,
     layer_kinds=sliding_later_layers,
     gguf=GGUFFormat(name="qwen2", model_type="qwen2"),
+    fp8_kv_loss="Qwen2.5-Coder-0.5B has a perplexity of 40.47 in place of 39.97, 1.3% more",
 )

@@ -140,7 +140,7 @@ def _context_bytes(config: EngineConfig, dtype: str) -> tuple[Callable[[int], in
     ranks, local = layout.ranks_per_stage, layout.num_ranks_on(LOCALHOST)
     num_tables = 1 if spec.sliding_rope is None else 2
     plan = plan_without_limit(
-        layer_specs(spec, ranks, config.cache.block_size, dtype),
+        layer_specs(spec, ranks, config.cache.block_size, dtype, config.cache.is_fp8),
         max_model_len=config.model.context_len,
         max_tokens_in_flight=config.scheduler.max_tokens_in_flight,
     )

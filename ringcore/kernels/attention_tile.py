@@ -10,6 +10,8 @@ import math
 import triton
 import triton.language as tl
 
+from ringcore.kernels.fp8_kv import expand_codes, load_exponents, multiplies_codes, power_of_2, weighted_codes
+
 __all__ = ["MASK_VALUE", "attend_tile", "score_factors", "sink_share", "tile_blocks", "token_offsets"]
 
 MASK_VALUE = tl.constexpr(-1e30)  # of a masked score: finite, so that a tile whose scores are all masked gives no NaN
@@ -59,7 +61,7 @@ def attend_tile(
     query,  # [rows, width]
     row_max,  # [rows] float32: the largest score so far, times scale_log2
     row_sum,  # [rows] float32: the sum of the weights so far
-    acc,  # [rows, v_width] float32: the weighted sum of the values so far
+    acc,  # [rows, v_width] float32: the weighted sum of the values so far; columns: `dims_of_columns`
     blocks,  # from `tile_blocks`
     pages,  # pointer to the KV head's keys in block 0
     start,  # this and the next two as for `tile_blocks`
@@ -68,7 +70,7 @@ def attend_tile(
     positions,  # of the query rows: [rows, 1], or a scalar
     scale_log2,  # this and the next from `score_factors`
     softcap_log2,
-    num_kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
     head_size: tl.constexpr,
     width: tl.constexpr,  # head_size, padded; likewise the next two
     v_head_size: tl.constexpr,
@@ -76,6 +78,7 @@ def attend_tile(
     block_size: tl.constexpr,
     token_stride: tl.constexpr,
     value_offset: tl.constexpr,
+    exponent_offset: tl.constexpr,  # above 0: FP8
     window: tl.constexpr,  # 0: none
     chunk: tl.constexpr,  # of chunked attention; 0: none
     tile_tokens: tl.constexpr,
@@ -88,7 +91,6 @@ def attend_tile(
     Tokens that no row sees are not read: their slots may hold anything, NaN included, and a weight of zero would not
     mask that.
     """
-    page_size: tl.constexpr = num_kv_heads * block_size * (head_size + v_head_size)
     is_local: tl.constexpr = window + chunk > 0
     dim = tl.arange(0, width)[None, :]
     offsets = token_offsets(start, first, end, block_size, is_local, tile_tokens, masked) % block_size
@@ -102,15 +104,27 @@ def attend_tile(
         v_dim = tl.arange(0, v_width)[None, :]
         v_source = pages + (offsets * token_stride)[:, None] + v_dim
         v_source += page if block_size % tile_tokens == 0 else page[:, None]
+    by_codes: tl.constexpr = exponent_offset > 0 and multiplies_codes(query.shape[0], query.dtype)
     if width == head_size:
         keys = tl.load(source)
     else:
-        keys = tl.load(source, mask=dim < head_size, other=0.0)
-    if v_width == v_head_size:
-        values = tl.load(v_source + value_offset)
+        keys = tl.load(source, mask=dim < head_size, other=0)
+    if not by_codes:
+        if v_width == v_head_size:
+            values = tl.load(v_source + value_offset)
+        else:
+            values = tl.load(v_source + value_offset, mask=v_dim < v_head_size, other=0)
+    if exponent_offset > 0:
+        key_exponents, value_exponents = load_exponents(pages + exponent_offset + page + offsets, block_size)
+    if by_codes:
+        scores = tl.dot(query.to(tl.float16), tl.trans(expand_codes(keys, tl.float16)))
+        scores *= (power_of_2(key_exponents) * scale_log2)[None, :]
+        scale_log2 = 1.0
     else:
-        values = tl.load(v_source + value_offset, mask=v_dim < v_head_size, other=0.0)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if exponent_offset > 0:
+            keys = (expand_codes(keys, tl.float32) * power_of_2(key_exponents)[:, None]).to(query.dtype)
+            values = (expand_codes(values, tl.float32) * power_of_2(value_exponents)[:, None]).to(query.dtype)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if softcap_log2 is not None:  # cap * tanh(score / cap): tanh(x) = 1 - 2 / (1 + exp(2 x)), which overflows to 1
         scores = softcap_log2 - 2.0 * softcap_log2 / (1.0 + tl.exp2(scores * scale_log2))
     if masked:
@@ -132,7 +146,14 @@ def attend_tile(
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
+    if by_codes:
+        largest = tl.max(value_exponents, 0)
+        relative = power_of_2(tl.maximum(127 + value_exponents - largest, 0))  # from 1 down
+        weights = (weights * relative[None, :]).to(tl.float16)
+        tokens = pages + value_offset + page + offsets * token_stride
+        acc = acc * rescale[:, None] + weighted_codes(weights, tokens, v_head_size, v_width) * power_of_2(largest)
+    else:
+        acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
     return new_max, row_sum, acc
 
 

@@ -159,8 +159,13 @@ class DecodeTiling(NamedTuple):
         Qwen3-8B pass and 6.7% of a Qwen3-0.6B pass at 1 x 640 tokens, 4.4% and 14% at 1 x 2,500 tokens; sixteen are no
         better. More sequences have fewer partials each: four per round in place of one gain 0.6% and 3% at 8 x 400
         tokens.
+
+        FP8 (bytes) has tiles of twice the tokens, as many bytes, and four warps for any number of sequences: a product
+        of values is of a quarter of the columns (`fp8_kv`), too few for eight. That was not measured.
         """
         token_bytes = padded_head_size(head_size) * dtype.itemsize
+        if dtype.itemsize == 1:
+            return cls(max(16, min(128, _TILE_BYTES // token_bytes)), 4, 3, 2, 2, 8 if num_seqs <= _FEW_SEQS else 4)
         tile_tokens = max(16, min(64, _TILE_BYTES // token_bytes))
         if num_seqs <= _FEW_SEQS:
             return cls(tile_tokens, 8, 3, 1, 2, 8)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.fp8_kv import round_row
+from ringcore.kernels.fp8_rows import largest_number
 from ringcore.kernels.page_layout import PageLayout
 
 __all__ = ["check_rows", "kv_write", "kv_write_reference"]
@@ -29,6 +31,10 @@ def _kv_write_kernel(
     v_head_size: tl.constexpr,
     token_stride: tl.constexpr,
     value_offset: tl.constexpr,
+    head_stride: tl.constexpr,
+    page_size: tl.constexpr,
+    exponent_offset: tl.constexpr,
+    largest: tl.constexpr,  # of FP8
     heads: tl.constexpr,  # num_kv_heads, rounded up to a power of two
     width: tl.constexpr,  # head_size, likewise
     v_width: tl.constexpr,
@@ -44,19 +50,27 @@ def _kv_write_kernel(
     dim = tl.arange(0, width)[None, :]
     in_bounds = (head < num_kv_heads) & (dim < head_size)
     source = head * head_size + dim
-    page_size: tl.constexpr = num_kv_heads * block_size * (head_size + v_head_size)
-    target = slot // block_size * page_size + (head * block_size + slot % block_size) * token_stride + dim
+    token_start = slot // block_size * page_size + slot % block_size * token_stride
+    target = token_start + head * head_stride + dim
     if v_head_size == head_size:
         v_in_bounds, v_source, v_target = in_bounds, source, target
     else:
         v_dim = tl.arange(0, v_width)[None, :]
         v_in_bounds = (head < num_kv_heads) & (v_dim < v_head_size)
         v_source = head * v_head_size + v_dim
-        v_target = slot // block_size * page_size + (head * block_size + slot % block_size) * token_stride + v_dim
+        v_target = token_start + head * head_stride + v_dim
     key_row = key + token * key_stride + source
     value_row = value + token * value_stride + v_source
-    keys = tl.load(key_row, mask=in_bounds)
-    values = tl.load(value_row, mask=v_in_bounds)
+    if exponent_offset > 0:
+        keys, key_exponents = round_row(tl.load(key_row, mask=in_bounds, other=0.0).to(tl.float32), largest)
+        values, value_exponents = round_row(tl.load(value_row, mask=in_bounds, other=0.0).to(tl.float32), largest)
+        byte = tl.arange(0, heads)
+        byte = slot // block_size * page_size + byte * head_stride + exponent_offset + slot % block_size
+        tl.store(kv_cache + byte, key_exponents, mask=tl.arange(0, heads) < num_kv_heads)
+        tl.store(kv_cache + byte + block_size, value_exponents, mask=tl.arange(0, heads) < num_kv_heads)
+    else:
+        keys = tl.load(key_row, mask=in_bounds)
+        values = tl.load(value_row, mask=v_in_bounds)
     tl.store(kv_cache + target, keys, mask=in_bounds)
     tl.store(kv_cache + v_target + value_offset, values, mask=v_in_bounds)
 
@@ -74,7 +88,8 @@ def kv_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     assert check_rows(value) == (num_tokens, num_kv_heads, page.v_head_size)
     assert slot_mapping.shape == (num_tokens,)
     assert slot_mapping.dtype == torch.int64
-    assert kv_cache.dtype == key.dtype == value.dtype
+    assert key.dtype == value.dtype
+    assert kv_cache.dtype == (torch.uint8 if page.exponent_offset else key.dtype)
     if num_tokens == 0:
         return
     heads, width, v_width = (triton.next_power_of_2(n) for n in (num_kv_heads, head_size, page.v_head_size))
@@ -87,6 +102,7 @@ def kv_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
         key.stride(0),
         value.stride(0),
         **page._asdict(),
+        largest=largest_number(key.dtype),
         heads=heads,
         width=width,
         v_width=v_width,
@@ -101,10 +117,7 @@ def kv_write_reference(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """As `kv_write`, by torch's indexing."""
-    page = PageLayout.of(kv_cache, key.shape[2])
-    blocks, offsets = slot_mapping // page.block_size, slot_mapping % page.block_size
-    for kind, new in zip(page.split(kv_cache), (key, value), strict=True):
-        kind[blocks, :, offsets] = new
+    PageLayout.of(kv_cache, key.shape[2]).write(kv_cache, slot_mapping, (key, value))
 
 
 def check_rows(rows: torch.Tensor) -> tuple[int, int, int]:

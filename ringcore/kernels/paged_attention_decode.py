@@ -26,6 +26,7 @@ from ringcore.kernels.decode_scheduler import (
     context_tiles,
 )
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.fp8_kv import dims_of_columns
 from ringcore.kernels.kv_write import check_rows
 from ringcore.kernels.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.prefetch import prefetch_l2
@@ -44,7 +45,7 @@ def _prefetch_first_tile(
     begin,
     first,
     end,
-    num_kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
     head_size: tl.constexpr,
     v_head_size: tl.constexpr,
     block_size: tl.constexpr,
@@ -56,7 +57,6 @@ def _prefetch_first_tile(
 ):
     """Prefetches keys and values of the first tile to L2, a piece per thread: the keys of `contiguous_tokens` tokens,
     or their values; half of both where they lie together. L2 is coherent, so a concurrent write stays visible."""
-    page_size: tl.constexpr = num_kv_heads * block_size * (head_size + v_head_size)
     piece: tl.constexpr = contiguous_tokens * (head_size + v_head_size) // 2
     piece_bytes: tl.constexpr = piece * (pages.dtype.element_ty.primitive_bitwidth // 8)
     second: tl.constexpr = value_offset if head_size == v_head_size else piece
@@ -101,6 +101,9 @@ def _paged_attention_decode(
     v_head_size: tl.constexpr,
     token_stride: tl.constexpr,
     value_offset: tl.constexpr,
+    head_stride: tl.constexpr,
+    page_size: tl.constexpr,
+    exponent_offset: tl.constexpr,
     width: tl.constexpr,
     v_width: tl.constexpr,
     window: tl.constexpr,
@@ -134,7 +137,7 @@ def _paged_attention_decode(
     dim = tl.arange(0, width)[None, :]
     in_bounds = (row < group)[:, None] & (dim < head_size)
     in_item = row[:, None] * head_size + dim
-    v_dim = tl.arange(0, v_width)[None, :]
+    v_dim = dims_of_columns(rows, v_width, query.dtype.element_ty, exponent_offset > 0)[None, :]
     in_bounds_out = (row < group)[:, None] & (v_dim < v_head_size)
     in_item_out = row[:, None] * v_head_size + v_dim
     is_local: tl.constexpr = window + chunk > 0
@@ -145,14 +148,14 @@ def _paged_attention_decode(
     tokens = seq_len - begin  # from the tile's first token to the end of the sequence
     tiles_left = num_tiles - 1 - tile  # in its work item
     item = sequence.to(tl.int64) * num_kv_heads + kv_head
-    page = kv_head * block_size * token_stride
+    page = kv_head * head_stride
     table = block_table + sequence.to(tl.int64) * table_stride
     blocks = tile_blocks(table, begin, first, seq_len, block_size, is_local, tile_tokens)  # empty range: seq_len is 0
     if pdl:
         _prefetch_first_tile(
             table, kv_cache + page, begin, first, seq_len,
-            num_kv_heads, head_size, v_head_size, block_size, token_stride, value_offset, tile_tokens,
-            contiguous_tokens, threads,
+            page_size, head_size, v_head_size, block_size, token_stride, value_offset, tile_tokens, contiguous_tokens,
+            threads,
         )  # fmt: skip
     # The work item that other programs began and that ends here; at most the first one of a range.
     inherited_tiles = tl.where(tile > 0, num_tiles - tile, 0)  # tiles of the range in that work item
@@ -173,7 +176,7 @@ def _paged_attention_decode(
         next_tokens = seq_len - next_begin
         next_tiles_left = num_tiles - 1 - tile
         next_item = sequence.to(tl.int64) * num_kv_heads + kv_head
-        next_page = kv_head * block_size * token_stride
+        next_page = kv_head * head_stride
         table = block_table + sequence.to(tl.int64) * table_stride
         next_blocks = tile_blocks(table, next_begin, next_first, seq_len, block_size, is_local, tile_tokens)
         next_source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
@@ -185,8 +188,8 @@ def _paged_attention_decode(
         queries = tl.load(query + source + in_item, mask=in_bounds, other=0.0)
         row_max, row_sum, acc = attend_tile(
             queries, row_max, row_sum, acc, blocks, kv_cache + page, begin, first, end, end - 1, scale_log2,
-            softcap_log2, num_kv_heads, head_size, width, v_head_size, v_width, block_size, token_stride, value_offset,
-            window, chunk, tile_tokens, True,
+            softcap_log2, page_size, head_size, width, v_head_size, v_width, block_size, token_stride, value_offset,
+            exponent_offset, window, chunk, tile_tokens, True,
         )  # fmt: skip
 
         is_item_end = tiles_left == 0
@@ -210,13 +213,12 @@ def _paged_attention_decode(
         blocks, item, page, begin = next_blocks, next_item, next_page, next_begin
         first, tokens, tiles_left = next_first, next_tokens, next_tiles_left
     if combines:
-        num_partials = program - first_program + 1
         item_sinks = None if sinks is None else sinks + combined_item % num_kv_heads * group
         combined = combine_partials(
-            partials, first_program, num_partials, item_sinks, group, combine_rows, v_head_size, v_width,
+            partials, first_program, program - first_program + 1, item_sinks, group, combine_rows, v_head_size, v_width,
             partials_per_round,
         )  # fmt: skip
-        combined_row = tl.arange(0, combine_rows)[:, None]
+        combined_row, v_dim = tl.arange(0, combine_rows)[:, None], tl.arange(0, v_width)[None, :]
         tl.store(
             out + combined_item * group * v_head_size + combined_row * v_head_size + v_dim,
             combined.to(out.dtype.element_ty),
@@ -249,12 +251,11 @@ def paged_attention_decode(
     """
     num_seqs, num_heads, head_size = check_rows(query)
     page = PageLayout.of(kv_cache, head_size)
-    assert kv_cache.dtype == query.dtype
+    assert kv_cache.dtype == (torch.uint8 if page.exponent_offset else query.dtype)
     assert (tile_scheduler.num_kv_heads, tile_scheduler.group) == (page.num_kv_heads, num_heads // page.num_kv_heads)
     assert (tile_scheduler.head_size, tile_scheduler.v_head_size) == (head_size, page.v_head_size)
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
-    assert seq_lens.shape == (num_seqs,)
-    assert block_table.shape[0] >= num_seqs
+    assert block_table.shape[0] >= num_seqs == len(seq_lens)
     assert block_table.stride(1) == 1
     assert {block_table.dtype, seq_lens.dtype} == {torch.int32}
     out_shape = (num_seqs, num_heads, page.v_head_size)
@@ -262,7 +263,6 @@ def paged_attention_decode(
     assert out.shape == out_shape
     assert out.is_contiguous()
     width, rows = padded_head_size(head_size), max(16, triton.next_power_of_2(tile_scheduler.group))
-    fits_twice = rows * width * query.element_size() <= _QUERY_BYTES
     scale_log2, softcap_log2 = score_factors(scale, softcap)
     pdl = supports_pdl(query.device)
     kernel = _paged_attention_decode[(tile_scheduler.num_programs,)](
@@ -288,7 +288,7 @@ def paged_attention_decode(
         window=tile_scheduler.window or 0,
         chunk=tile_scheduler.chunk or 0,
         tile_tokens=tile_scheduler.tiling.tile_tokens,
-        stages=tile_scheduler.tiling.stages if fits_twice else 1,
+        stages=tile_scheduler.tiling.stages if rows * width * query.element_size() <= _QUERY_BYTES else 1,
         contiguous_tokens=math.gcd(page.block_size, tile_scheduler.tiling.tile_tokens),
         threads=32 * tile_scheduler.tiling.num_warps,
         pdl=pdl,

@@ -61,6 +61,9 @@ def _paged_attention_prefill(
     v_head_size: tl.constexpr,
     token_stride: tl.constexpr,
     value_offset: tl.constexpr,
+    head_stride: tl.constexpr,
+    page_size: tl.constexpr,
+    exponent_offset: tl.constexpr,
     width: tl.constexpr,
     v_width: tl.constexpr,
     window: tl.constexpr,
@@ -96,7 +99,7 @@ def _paged_attention_prefill(
     queries = tl.load(query + row_token * query_stride + row_head * head_size + dim, mask=in_bounds, other=0.0)
     positions = (low + row // group)[:, None]
     table = block_table + sequence.to(tl.int64) * table_stride
-    pages = kv_cache + kv_head * block_size * token_stride
+    pages = kv_cache + kv_head * head_stride
 
     row_max = tl.full([tile_rows], MASK_VALUE, tl.float32)
     row_sum = tl.zeros([tile_rows], tl.float32)
@@ -123,8 +126,8 @@ def _paged_attention_prefill(
             next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
             row_max, row_sum, acc = attend_tile(
                 queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
-                softcap_log2, num_kv_heads, head_size, width, v_head_size, v_width, block_size, token_stride,
-                value_offset, window, chunk, tile_tokens, True,
+                softcap_log2, page_size, head_size, width, v_head_size, v_width, block_size, token_stride,
+                value_offset, exponent_offset, window, chunk, tile_tokens, True,
             )  # fmt: skip
             blocks = next_blocks
         start = window_end
@@ -133,16 +136,16 @@ def _paged_attention_prefill(
         next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
         row_max, row_sum, acc = attend_tile(
             queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
-            softcap_log2, num_kv_heads, head_size, width, v_head_size, v_width, block_size, token_stride,
-            value_offset, window, chunk, tile_tokens, False,
+            softcap_log2, page_size, head_size, width, v_head_size, v_width, block_size, token_stride,
+            value_offset, exponent_offset, window, chunk, tile_tokens, False,
         )  # fmt: skip
         blocks = next_blocks
     for at in tl.range(unmasked_end, end, tile_tokens, num_stages=stages):
         next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
         row_max, row_sum, acc = attend_tile(
             queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
-            softcap_log2, num_kv_heads, head_size, width, v_head_size, v_width, block_size, token_stride,
-            value_offset, window, chunk, tile_tokens, True,
+            softcap_log2, page_size, head_size, width, v_head_size, v_width, block_size, token_stride,
+            value_offset, exponent_offset, window, chunk, tile_tokens, True,
         )  # fmt: skip
         blocks = next_blocks
     v_dim, in_bounds_out = dim, in_bounds
@@ -206,7 +209,7 @@ def paged_attention_prefill(
     page = PageLayout.of(kv_cache, head_size)
     num_kv_heads = page.num_kv_heads
     num_seqs = seq_lens.shape[0]
-    assert kv_cache.dtype == query.dtype
+    assert kv_cache.dtype == (torch.uint8 if page.exponent_offset else query.dtype)
     assert query_start_loc.shape == (num_seqs + 1,)
     assert block_table.shape[0] == num_seqs
     assert block_table.stride(1) == 1

@@ -36,7 +36,8 @@ def paged_attention_prefill_reference(
             out[starts[sequence] : starts[sequence + 1]] = 0
             continue
         blocks = block_table[sequence, : -(-seq_len // page.block_size)].long()
-        keys, values = (kind[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len] for kind in page.split(kv_cache))
+        both = page.read(kv_cache, blocks, query.dtype)
+        keys, values = (kind.transpose(0, 1).flatten(1, 2)[:, :seq_len] for kind in both)
         masks = {"window": window, "chunk": chunk}
         attended = _attend(rows, keys, values, scale, **masks, softcap=softcap, sinks=sinks)
         out[starts[sequence] : starts[sequence + 1]] = attended.to(out.dtype)

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.fp8_kv import expand_codes, power_of_2
 from ringcore.kernels.kv_write import check_rows
+from ringcore.kernels.page_layout import PageLayout
 
 __all__ = ["gather_padded_kv", "gather_padded_kv_reference", "pad_prompts", "pad_prompts_reference"]
 
@@ -44,7 +46,7 @@ def _pad_kernel(
 
 @triton.jit(do_not_specialize=["query_len", "padded_len"])
 def _gather_padded_kernel(
-    kv_cache: tl.tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
+    kv_cache: tl.tensor,  # see `page_layout`; values as wide as keys
     slot_mapping: tl.tensor,  # [n] int64
     key: tl.tensor,  # [num_prompts, padded_len, num_kv_heads, head_size]
     value: tl.tensor,  # as key
@@ -53,6 +55,11 @@ def _gather_padded_kernel(
     num_kv_heads: tl.constexpr,
     head_size: tl.constexpr,
     block_size: tl.constexpr,
+    token_stride: tl.constexpr,
+    value_offset: tl.constexpr,
+    head_stride: tl.constexpr,
+    page_size: tl.constexpr,
+    exponent_offset: tl.constexpr,
     heads: tl.constexpr,  # num_kv_heads, rounded up to a power of two
     width: tl.constexpr,  # head_size, likewise
     pdl: tl.constexpr,
@@ -67,13 +74,20 @@ def _gather_padded_kernel(
     head = tl.arange(0, heads)[:, None]
     dim = tl.arange(0, width)[None, :]
     in_bounds = (head < num_kv_heads) & (dim < head_size)
-    half_page = num_kv_heads * block_size * head_size
-    source = slot // block_size * (2 * half_page) + (head * block_size + slot % block_size) * head_size + dim
+    page_head = slot // block_size * page_size + head * head_stride
+    source = page_head + slot % block_size * token_stride + dim
     target = tl.program_id(0).to(tl.int64) * (num_kv_heads * head_size) + head * head_size + dim
-    tl.store(key + target, tl.load(kv_cache + source, mask=in_bounds & is_token, other=0.0), mask=in_bounds)
-    tl.store(
-        value + target, tl.load(kv_cache + source + half_page, mask=in_bounds & is_token, other=0.0), mask=in_bounds
-    )
+    keys = tl.load(kv_cache + source, mask=in_bounds & is_token, other=0)
+    values = tl.load(kv_cache + source + value_offset, mask=in_bounds & is_token, other=0)
+    if exponent_offset > 0:
+        byte = kv_cache + page_head + exponent_offset + slot % block_size
+        is_stored = (head < num_kv_heads) & is_token
+        key_exponents = tl.load(byte, mask=is_stored, other=0).to(tl.int32)
+        value_exponents = tl.load(byte + block_size, mask=is_stored, other=0).to(tl.int32)
+        keys = expand_codes(keys, tl.float32) * power_of_2(key_exponents)
+        values = expand_codes(values, tl.float32) * power_of_2(value_exponents)
+    tl.store(key + target, keys.to(key.dtype.element_ty), mask=in_bounds)
+    tl.store(value + target, values.to(value.dtype.element_ty), mask=in_bounds)
 
 
 def pad_prompts(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Tensor:
@@ -104,15 +118,17 @@ def pad_prompts(rows: torch.Tensor, query_len: int, padded_len: int) -> torch.Te
 
 
 def gather_padded_kv(
-    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, query_len: int, padded_len: int
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, query_len: int, padded_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gathers what `kv_write` wrote to the slots slot_mapping [num_prompts * query_len] int64 -> key and value, padded:
-    [num_prompts, padded_len, num_kv_heads, head_size]. padded_len is query_len or more."""
-    _, _, num_kv_heads, block_size, head_size = kv_cache.shape
+    [num_prompts, padded_len, num_kv_heads, head_size] in `dtype`. padded_len is query_len or more."""
+    page = _page(kv_cache)
+    num_kv_heads, head_size = page.num_kv_heads, page.head_size
     num_prompts = _num_prompts(len(slot_mapping), query_len, padded_len)
     assert slot_mapping.dtype == torch.int64
     assert kv_cache.is_contiguous()
-    key, value = (kv_cache.new_empty(num_prompts, padded_len, num_kv_heads, head_size) for _ in range(2))
+    shape = num_prompts, padded_len, num_kv_heads, head_size
+    key, value = (kv_cache.new_empty(shape, dtype=dtype) for _ in range(2))
     heads, width = triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(head_size)
     pdl = supports_pdl(kv_cache.device)
     _gather_padded_kernel[(num_prompts * padded_len,)](
@@ -124,14 +140,25 @@ def gather_padded_kv(
         padded_len,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        block_size=block_size,
+        block_size=page.block_size,
+        token_stride=page.token_stride,
+        value_offset=page.value_offset,
+        head_stride=page.head_stride,
+        page_size=page.page_size,
+        exponent_offset=page.exponent_offset,
         heads=heads,
         width=width,
-        num_warps=_num_warps(heads * width * kv_cache.element_size()),
+        num_warps=_num_warps(heads * width * key.element_size()),
         pdl=pdl,
         **launch_options(pdl),
     )
     return key, value
+
+
+def _page(kv_cache: torch.Tensor) -> PageLayout:
+    """Of a cache whose values are as wide as its keys."""
+    width = kv_cache.shape[-1]
+    return PageLayout.of(kv_cache, width // 2 - 1 if kv_cache.dtype == torch.uint8 else width)
 
 
 def _num_prompts(num_tokens: int, query_len: int, padded_len: int) -> int:
@@ -151,10 +178,11 @@ def pad_prompts_reference(rows: torch.Tensor, query_len: int, padded_len: int) -
 
 
 def gather_padded_kv_reference(
-    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, query_len: int, padded_len: int
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, query_len: int, padded_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_padded_kv` in plain torch."""
-    block_size = kv_cache.shape[3]
-    both = kv_cache[slot_mapping // block_size, :, :, slot_mapping % block_size]  # [n, 2, num_kv_heads, head_size]
-    key, value = (pad_prompts_reference(rows, query_len, padded_len) for rows in both.unbind(1))
+    page, token = _page(kv_cache), torch.arange(len(slot_mapping), device=kv_cache.device)
+    blocks = page.read(kv_cache, slot_mapping // page.block_size, dtype)  # [n, num_kv_heads, block_size, head_size]
+    rows = (kind[token, :, slot_mapping % page.block_size] for kind in blocks)
+    key, value = (pad_prompts_reference(kind, query_len, padded_len) for kind in rows)
     return key, value

@@ -7,35 +7,44 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.fp8_kv import round_row
+from ringcore.kernels.fp8_rows import largest_number
+from ringcore.kernels.page_layout import PageLayout
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 
 _ELEMENTS = 1024  # of one program, in whole heads
 _ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load of 16-bit elements
-_LARGEST_HALF = torch.finfo(torch.float16).max
+_LARGEST = {torch.float16: torch.finfo(torch.float16).max}
 
 
 @triton.jit
 def _qk_norm_rope_kernel(
-    qkv: tl.tensor,  # [n, num_heads + 2 * num_kv_heads, head_dim]
+    qkv: tl.tensor,  # [n, num_heads + 2 * num_kv_heads, head_size]
     out: tl.tensor,  # as qkv
     positions: tl.tensor,  # [n] int64, read where has_positions
-    cos_sin: tl.tensor,  # [num_positions, head_dim] float32; without positions one row per token
-    norm_weight: tl.tensor,  # [2, head_dim], read where has_norm
-    kv_cache: tl.tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim], written where writes_kv
+    cos_sin: tl.tensor,  # [num_positions, head_size] float32; without positions one row per token
+    norm_weight: tl.tensor,  # [2, head_size], read where has_norm
+    kv_cache: tl.tensor,  # see `page_layout`, written where writes_kv
     slot_mapping: tl.tensor,  # [n] int64, read where writes_kv
     eps: float,
     num_heads: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_dim: tl.constexpr,  # a power of two, head_dim or more
+    block_dim: tl.constexpr,  # a power of two, head_size or more
     heads_per_program: tl.constexpr,
     stored_heads: tl.constexpr,  # leading heads of a token that are stored in out
+    num_kv_heads: tl.constexpr,  # this and the next eight: see `PageLayout`
     block_size: tl.constexpr,
+    head_size: tl.constexpr,
+    v_head_size: tl.constexpr,
+    token_stride: tl.constexpr,
+    value_offset: tl.constexpr,
+    head_stride: tl.constexpr,
+    page_size: tl.constexpr,
+    exponent_offset: tl.constexpr,
     has_positions: tl.constexpr,
     has_norm: tl.constexpr,
     writes_kv: tl.constexpr,
-    largest: tl.constexpr,  # clamp of the KV write, for a dtype that keys may overflow; 0: none
+    largest: tl.constexpr,  # clamp of the KV write, for FP8, and a dtype that keys may overflow; 0: none
     pdl: tl.constexpr,
 ) -> None:
     num_rotated: tl.constexpr = num_heads + num_kv_heads
@@ -45,13 +54,13 @@ def _qk_norm_rope_kernel(
     dims = tl.arange(0, block_dim)
     is_key = (heads >= num_heads) & (heads < num_rotated)
     is_value = heads >= num_rotated
-    mask = (heads < num_all)[:, None] & (dims < head_dim)[None, :]
-    offsets = (token * num_all + heads)[:, None] * head_dim + dims[None, :]
+    mask = (heads < num_all)[:, None] & (dims < head_size)[None, :]
+    offsets = (token * num_all + heads)[:, None] * head_size + dims[None, :]
     if pdl:
         gdc_launch_dependents()
     if has_norm:
-        rows = norm_weight + is_key.to(tl.int32)[:, None] * head_dim + dims[None, :]
-        gain = tl.load(rows, mask=(dims < head_dim)[None, :], other=0.0)
+        rows = norm_weight + is_key.to(tl.int32)[:, None] * head_size + dims[None, :]
+        gain = tl.load(rows, mask=(dims < head_size)[None, :], other=0.0)
     if pdl:
         gdc_wait()
     x = tl.load(qkv + offsets, mask=mask, other=0.0)
@@ -61,22 +70,31 @@ def _qk_norm_rope_kernel(
         row = tl.load(positions + token)
     else:
         row = token
-    angles = tl.load(cos_sin + row * head_dim + dims, mask=dims < head_dim, other=0.0)
+    angles = tl.load(cos_sin + row * head_size + dims, mask=dims < head_size, other=0.0)
     y = x.to(tl.float32)
     if has_norm:
-        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / head_dim + eps)[:, None] * gain.to(tl.float32)
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / head_size + eps)[:, None] * gain.to(tl.float32)
     cos, sin = tl.split(tl.reshape(angles, [1, block_dim // 2, 2]))
     first, second = tl.split(tl.reshape(y, [heads_per_program, block_dim // 2, 2]))
     rotated = tl.interleave(first * cos - second * sin, second * cos + first * sin)
     y = tl.where(is_value[:, None], x.to(tl.float32), rotated)
     tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask & (heads < stored_heads)[:, None])
     if writes_kv:
-        if largest > 0:
-            y = tl.where(y == y, tl.minimum(tl.maximum(y, -largest), largest), 0.0)
         kv_heads = tl.where(is_value, heads - num_rotated, heads - num_heads)
-        pages = (slot // block_size * 2 + is_value.to(tl.int64)) * num_kv_heads + kv_heads
-        places = (pages * block_size + slot % block_size)[:, None] * head_dim + dims[None, :]
-        tl.store(kv_cache + places, y.to(kv_cache.dtype.element_ty), mask=mask & (heads >= num_heads)[:, None])
+        kinds = is_value.to(tl.int64)
+        page_heads = slot // block_size * page_size + kv_heads * head_stride
+        places = (page_heads + kinds * value_offset + slot % block_size * token_stride)[:, None] + dims[None, :]
+        is_stored = (heads >= num_heads) & (heads < num_all)
+        if exponent_offset > 0:  # of what is stored in `out`, as every other writer rounds it
+            y = tl.where(mask, y.to(out.dtype.element_ty).to(tl.float32), 0.0)
+            codes, exponents = round_row(y, largest)
+            tl.store(kv_cache + places, codes, mask=mask & is_stored[:, None])
+            byte = page_heads + exponent_offset + kinds * block_size + slot % block_size
+            tl.store(kv_cache + byte, exponents, mask=is_stored)
+        else:
+            if largest > 0:
+                y = tl.where(y == y, tl.minimum(tl.maximum(y, -largest), largest), 0.0)
+            tl.store(kv_cache + places, y.to(kv_cache.dtype.element_ty), mask=mask & is_stored[:, None])
 
 
 def qk_norm_rope(
@@ -99,9 +117,9 @@ def qk_norm_rope(
     cosine and sine of each pair interleaved; without positions it has one row per token, which saves each layer the
     gather. norm_weight: [2, head_dim], q's then k's: each head is first divided by its root mean square and multiplied
     by it, as `rms_norm` does, in any float dtype.
-    kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], of qkv's dtype, contiguous; the finished keys and the
-    values of token i go to slot slot_mapping[i] = block_id * block_size + offset, [n] int64. In float16, whose keys can
-    overflow where hidden states do not, the write is clamped: the largest finite number for infinity, 0 for NaN.
+    kv_cache: of qkv's dtype or in FP8, as in `page_layout`; the finished keys and the values of token i go to slot
+    slot_mapping[i] = block_id * block_size + offset, [n] int64. In FP8, and in float16, whose keys can overflow where
+    hidden states do not, the write is clamped: the largest finite number for infinity, 0 for NaN.
 
     Computed in float32 and rounded once. Returns `out`, or qkv. Method: Su et al., "RoFormer", arXiv 2104.09864.
     """
@@ -117,12 +135,14 @@ def qk_norm_rope(
         assert (positions.shape, positions.dtype) == ((n,), torch.int64), (positions.shape, positions.dtype)
     assert cos_sin.dtype == torch.float32, cos_sin.dtype
     assert norm_weight is None or norm_weight.shape == (2, head_dim), norm_weight.shape
+    page, largest = PageLayout.without_pages(num_kv_heads, head_dim), 0.0
     if kv_cache is not None:
         assert slot_mapping is not None, "kv_cache needs slot_mapping"
         assert (slot_mapping.shape, slot_mapping.dtype) == ((n,), torch.int64), (slot_mapping.shape, slot_mapping.dtype)
-        block_size = kv_cache.shape[3]
-        assert kv_cache.shape[1:] == (2, num_kv_heads, block_size, head_dim), kv_cache.shape
-        assert kv_cache.dtype == qkv.dtype, kv_cache.dtype
+        page = PageLayout.of(kv_cache, head_dim)
+        assert (page.num_kv_heads, page.v_head_size) == (num_kv_heads, head_dim), kv_cache.shape
+        assert kv_cache.dtype == (torch.uint8 if page.exponent_offset else qkv.dtype), kv_cache.dtype
+        largest = largest_number(qkv.dtype) if page.exponent_offset else _LARGEST.get(qkv.dtype, 0.0)
     for tensor in (qkv, out, positions, cos_sin, norm_weight, kv_cache, slot_mapping):
         assert tensor is None or tensor.is_contiguous(), "tensors must be contiguous"
     if not n:
@@ -142,16 +162,14 @@ def qk_norm_rope(
         qkv if slot_mapping is None else slot_mapping,
         eps,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         block_dim=block_dim,
         heads_per_program=heads_per_program,
         stored_heads=stored,
-        block_size=1 if kv_cache is None else kv_cache.shape[3],
+        **page._asdict(),
         has_positions=positions is not None,
         has_norm=norm_weight is not None,
         writes_kv=kv_cache is not None,
-        largest=_LARGEST_HALF if qkv.dtype == torch.float16 else 0.0,
+        largest=largest,
         pdl=pdl,
         num_warps=max(1, heads_per_program * block_dim // _ELEMENTS_PER_WARP),
         **launch_options(pdl),
@@ -189,9 +207,8 @@ def qk_norm_rope_reference(
     )
     if kv_cache is not None:
         assert slot_mapping is not None
-        block_size = kv_cache.shape[3]
-        for kind, new in enumerate((k, v)):
-            rounded = new.to(kv_cache.dtype)
-            finite = torch.nan_to_num(rounded) if rounded.dtype == torch.float16 else rounded
-            kv_cache[slot_mapping // block_size, kind, :, slot_mapping % block_size] = finite
+        new = k.to(qkv.dtype), v.to(qkv.dtype)
+        if qkv.dtype == torch.float16:
+            new = torch.nan_to_num(new[0]), torch.nan_to_num(new[1])
+        PageLayout.of(kv_cache, head_dim).write(kv_cache, slot_mapping, new)
     return (qkv if out is None else out).copy_(torch.cat((q, k, v), dim=1).view(n, -1))

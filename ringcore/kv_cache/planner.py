@@ -157,7 +157,8 @@ def _without_idle_windows(layers: Mapping[str, KVCacheSpec], max_model_len: int)
     def visible(spec: KVCacheSpec) -> KVCacheSpec:
         if not isinstance(spec, LocalAttentionSpec) or spec.most_seen < max_model_len:
             return spec
-        return FullAttentionSpec(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.v_head_size)
+        shape = spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype
+        return FullAttentionSpec(*shape, spec.v_head_size, spec.is_fp8)
 
     return {name: visible(spec) for name, spec in layers.items()}
 
@@ -190,8 +191,9 @@ def _do_not_divide(layers: Mapping[str, KVCacheSpec], name: str, other: str, num
 
 
 def _describe(spec: KVCacheSpec) -> str:
-    """Its fields; those that are None are left out."""
-    numbers = {name: value for name, value in msgspec.structs.asdict(spec).items() if value is not None}
+    """Its fields; those that are None, or not so, are left out."""
+    fields = msgspec.structs.asdict(spec).items()
+    numbers = {name: value for name, value in fields if value is not None and value is not False}
     heads = numbers.pop("num_kv_heads", None)
     first, *others = [f"{name} {value}" for name, value in numbers.items()]
     return f"({', '.join([first, 'latents' if heads is None else f'{heads} KV heads', *others])})"

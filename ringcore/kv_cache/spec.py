@@ -28,13 +28,15 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_fields=True):
-    """One layer's cache on one rank: keys and values of every token. `dtype` is a name of `DTYPE_BYTES`."""
+    """One layer's cache on one rank: keys and values of every token. `dtype`, in which they are given and attended to,
+    is a name of `DTYPE_BYTES`; they are stored in it, or with `is_fp8` as `_row_bytes` says."""
 
     block_size: int
     num_kv_heads: int
     head_size: int  # of keys
     dtype: str
     v_head_size: int | None = None  # of values, where it is another; None: head_size
+    is_fp8: bool = False
 
     def __post_init__(self) -> None:
         assert self.v_head_size != self.head_size, "one way to write a spec: layers of equal ones are a group"
@@ -43,6 +45,11 @@ class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_
     def value_size(self) -> int:
         """Numbers of a head's value."""
         return self.head_size if self.v_head_size is None else self.v_head_size
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a token's key in one head, as it is stored."""
+        return _row_bytes(self, self.head_size)
 
     @property
     def page_size_bytes(self) -> int:
@@ -62,6 +69,7 @@ class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbi
     dtype: str
     sliding_window: int
     v_head_size: int | None = None
+    is_fp8: bool = False
 
     def __post_init__(self) -> None:
         assert self.v_head_size != self.head_size, "see FullAttentionSpec"
@@ -69,6 +77,11 @@ class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window", forbi
     @property
     def value_size(self) -> int:
         return self.head_size if self.v_head_size is None else self.v_head_size
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a token's key in one head, as it is stored."""
+        return _row_bytes(self, self.head_size)
 
     @property
     def page_size_bytes(self) -> int:
@@ -103,6 +116,7 @@ class ChunkedAttentionSpec(msgspec.Struct, frozen=True, tag="chunked", forbid_un
     dtype: str
     chunk_size: int
     v_head_size: int | None = None
+    is_fp8: bool = False
 
     def __post_init__(self) -> None:
         assert self.v_head_size != self.head_size, "see FullAttentionSpec"
@@ -110,6 +124,11 @@ class ChunkedAttentionSpec(msgspec.Struct, frozen=True, tag="chunked", forbid_un
     @property
     def value_size(self) -> int:
         return self.head_size if self.v_head_size is None else self.v_head_size
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a token's key in one head, as it is stored."""
+        return _row_bytes(self, self.head_size)
 
     @property
     def page_size_bytes(self) -> int:
@@ -155,6 +174,10 @@ class MLASpec(msgspec.Struct, frozen=True, tag="latent", forbid_unknown_fields=T
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def is_fp8(self) -> bool:
+        return False
+
+    @property
     def page_size_bytes(self) -> int:
         return self.block_size * self.head_size * DTYPE_BYTES[self.dtype]
 
@@ -170,8 +193,13 @@ KVCacheSpec = HeadsSpec | MLASpec
 
 
 def _page_size_bytes(spec: HeadsSpec) -> int:
-    numbers = spec.head_size + spec.value_size  # of a token in one head
-    return spec.block_size * spec.num_kv_heads * numbers * DTYPE_BYTES[spec.dtype]
+    token_bytes = spec.key_bytes + _row_bytes(spec, spec.value_size)  # in one head
+    return spec.block_size * spec.num_kv_heads * token_bytes
+
+
+def _row_bytes(spec: HeadsSpec, size: int) -> int:
+    """Of a key or value of `size` numbers: in FP8 a byte each, and one for the power of 2 that scales them."""
+    return size + 1 if spec.is_fp8 else size * DTYPE_BYTES[spec.dtype]
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -139,8 +139,8 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
         "model_loader_extra_config ignore_patterns pt_load_map_location",
         "safetensors and GGUF files are read by one loader here; leave it out",
     ),
-    **_all("kv_cache_dtype", "the KV cache has the model's dtype here; leave it out", "auto"),
-    **_all("kv_cache_dtype_skip_layers", "the KV cache has the model's dtype here; leave it out"),
+    **_all("kv_cache_dtype_skip_layers", "kv_cache_dtype is of all layers here; leave it out"),
+    **_all("calculate_kv_scales", "with kv_cache_dtype='fp8' each token has its own; leave it out", False),
     **_all(
         "prefix_caching_hash_algo", "blocks are named by SHA-256 and compared by their tokens; leave it out", "sha256"
     ),

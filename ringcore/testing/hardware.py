@@ -113,7 +113,8 @@ def model_dtype(config: EngineConfig) -> str:
 def kv_cache_spec(config: EngineConfig) -> dict[str, KVCacheSpec]:
     """The KV cache spec of each attention layer on one rank, by layer name."""
     ranks = config.parallel.tensor_parallel_size
-    return layer_specs(native_spec(config), ranks, config.cache.block_size, model_dtype(config))
+    cache = config.cache
+    return layer_specs(native_spec(config), ranks, cache.block_size, model_dtype(config), cache.is_fp8)
 
 
 def memory_table(config: EngineConfig, hardware: Hardware) -> dict[str, int]:

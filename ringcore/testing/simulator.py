@@ -78,6 +78,7 @@ class Simulator:
             self.hardware,
             dtype=model_dtype(config),
             tensor_parallel_size=config.parallel.tensor_parallel_size,
+            kv_cache_dtype=config.cache.kv_cache_dtype,
         )
         self.num_replicas, self.routing = num_replicas, routing
         self._load_bound, self._max_steps, self._speculator = load_bound, max_steps, speculator

@@ -14,7 +14,7 @@ import numpy as np
 
 from ringcore.checkpoint import ModelSpec
 from ringcore.errors import ConfigError, InvalidRequestError
-from ringcore.kv_cache.spec import DTYPE_BYTES
+from ringcore.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec
 from ringcore.testing.hardware import Hardware, ModelSize, find_hardware
 from ringcore.testing.jsonl import read_jsonl
 
@@ -121,7 +121,13 @@ class StepCost:
 
     @classmethod
     def from_model(
-        cls, spec: ModelSpec, hardware: str | Hardware, *, dtype: str | None = None, tensor_parallel_size: int = 1
+        cls,
+        spec: ModelSpec,
+        hardware: str | Hardware,
+        *,
+        dtype: str | None = None,
+        tensor_parallel_size: int = 1,
+        kv_cache_dtype: str = "auto",
     ) -> StepCost:
         """A roofline model: the bytes and FLOPs of a step over the device's rates.
 
@@ -152,7 +158,7 @@ class StepCost:
             base_s=overhead_s + weights_s,
             per_token_s=token_s + token_link_s,
             per_seq_s=2 * size.head_params / compute + 8 * spec.vocab_size * 4 / ranks / read,
-            per_context_token_s=_context_token_bytes(spec, size.dtype_bytes, ranks) / read,
+            per_context_token_s=_context_token_bytes(spec, dtype, ranks, kv_cache_dtype != "auto") / read,
             num_hidden_tokens=weights_s / token_s,
         )
 
@@ -160,10 +166,11 @@ class StepCost:
 _FITTED = ("base_s", "per_token_s", "per_seq_s", "per_context_token_s")
 
 
-def _context_token_bytes(spec: ModelSpec, dtype_bytes: int, ranks: int) -> float:
+def _context_token_bytes(spec: ModelSpec, dtype: str, ranks: int, is_fp8: bool) -> float:
     """The KV bytes of one token in the full-attention layers; those of sliding windows are negligible."""
     num_layers = spec.num_layers - len(spec.sliding_windows)
-    return 2 * num_layers * max(1, spec.num_kv_heads / ranks) * spec.head_dim * dtype_bytes
+    of_a_head = FullAttentionSpec(1, 1, spec.head_dim, dtype, is_fp8=is_fp8).page_size_bytes
+    return num_layers * max(1, spec.num_kv_heads / ranks) * of_a_head
 
 
 def _checked(index: int, row: tuple[float, float, float, float]) -> tuple[float, float, float, float]:

@@ -114,7 +114,7 @@ class Worker(TracedWorker):
     @rpc(scope="engine")
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The KV cache spec of each attention layer, by the layer's name."""
-        return _require(self._loaded, "load_model").kv_cache_spec(self.config.cache.block_size)
+        return _require(self._loaded, "load_model").kv_cache_spec(self.config.cache)
 
     @rpc(scope="engine")
     def determine_available_memory(self) -> dict[str, int]:
@@ -306,7 +306,7 @@ class Worker(TracedWorker):
         return self._memory_table(loaded, platform) | table
 
     def _memory_table(self, loaded: LoadedModel, platform: Platform) -> dict[str, int]:
-        specs = loaded.kv_cache_spec(self.config.cache.block_size)
+        specs = loaded.kv_cache_spec(self.config.cache)
         return memory_table(self.config, platform, specs, loaded.dtype, loaded.weights_bytes, self._peaks, self.rank)
 
     @rpc(read_only=True, scope="engine")

@@ -14,8 +14,9 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
+from ringcore.kernels.fp8_rows import rounded
+from ringcore.kernels.page_layout import PageLayout
 from ringcore.kv_cache.spec import (
-    DTYPE_BYTES,
     ChunkedAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -56,13 +57,14 @@ def spec_of(
     *,
     chunk: int | None = None,
     v_head_size: int | None = None,
+    is_fp8: bool = False,
 ) -> KVCacheSpec:
     shape = (block_size, num_kv_heads, head_size, dtype)
     if window is not None:
-        return SlidingWindowSpec(*shape, window, v_head_size)
+        return SlidingWindowSpec(*shape, window, v_head_size, is_fp8)
     if chunk is not None:
-        return ChunkedAttentionSpec(*shape, chunk, v_head_size)
-    return FullAttentionSpec(*shape, v_head_size)
+        return ChunkedAttentionSpec(*shape, chunk, v_head_size, is_fp8)
+    return FullAttentionSpec(*shape, v_head_size, is_fp8)
 
 
 def layer_of(
@@ -121,8 +123,12 @@ class Bench:
         ids = np.arange(1, sum(needed) + 1)
         ids = ids if consecutive else self.order.permutation(ids)
         shape = self.backend.kv_cache_shape(sum(needed) + 1)
-        assert np.prod(shape) * DTYPE_BYTES[self.spec.dtype] == (sum(needed) + 1) * self.spec.page_size_bytes
-        self.cache = self.tensor(*shape) * 50  # what earlier owners left
+        num_bytes = np.prod(shape) * self.backend.storage_dtype.itemsize
+        assert num_bytes == (sum(needed) + 1) * self.spec.page_size_bytes
+        if self.spec.is_fp8:  # finite, as what is written always is
+            self.cache = torch.randint(127, shape, generator=self.random, dtype=torch.uint8).to(self.device)
+        else:
+            self.cache = self.tensor(*shape) * 50  # what earlier owners left
         self.place(ids, needed)
 
     def place(self, ids: np.ndarray, needed: list[int]) -> None:
@@ -145,8 +151,9 @@ class Bench:
             positions = np.arange(len(seq.keys), len(seq.keys) + n)
             slots.append(seq.blocks[positions // self.spec.block_size] * self.spec.block_size)
             slots[-1] = slots[-1] + positions % self.spec.block_size
-            seq.keys = torch.cat((seq.keys, k[start : start + n]))
-            seq.values = torch.cat((seq.values, v[start : start + n]))
+            new = k[start : start + n], v[start : start + n]
+            new = (rounded(new[0]), rounded(new[1])) if spec.is_fp8 else new
+            seq.keys, seq.values = torch.cat((seq.keys, new[0])), torch.cat((seq.values, new[1]))
             expected.append(attend(q[start : start + n], seq.keys, seq.values, spec, self.layer, self.sinks))
         seq_lens = np.array([len(s.keys) for s in members], dtype=np.int32)
         table = np.zeros((len(members), max(len(s.blocks) for s in members) + 1), dtype=np.int32)
@@ -181,6 +188,12 @@ class Bench:
     def _write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """First they are made unreadable, so that it shows if they are not."""
         spec = self.spec
+        if spec.is_fp8:
+            page = PageLayout.of(self.cache, spec.head_size)
+            for kind in (*page.split(self.cache), *page.exponents(self.cache)):
+                kind[slots // spec.block_size, :, slots % spec.block_size] = 255
+            page.write(self.cache, slots, (k, v))
+            return
         if spec.v_head_size is None:
             pages = self.cache.view(-1, 2, spec.num_kv_heads, spec.block_size, spec.head_size)
             kinds = list(pages.unbind(1))
@@ -200,10 +213,12 @@ class Bench:
         assert difference < TOLERANCE[self.spec.dtype], f"largest difference {difference}"
 
     def _leave_behind(self, seq: Sequence) -> None:
-        """Gives the blocks of which the next token sees nothing to a sequence that is all NaN: reading them shows."""
+        """Gives the blocks of which the next token sees nothing to a sequence that is all NaN, or of large numbers:
+        reading them shows."""
         gone = int(first_seen(self.spec, torch.tensor(len(seq.keys)))) // self.spec.block_size
         n, spec = self.spec.block_size, self.spec
-        nan = self.tensor(n, max(self.num_heads, spec.num_kv_heads), max(spec.head_size, spec.value_size)) * torch.nan
+        nan = self.tensor(n, max(self.num_heads, spec.num_kv_heads), max(spec.head_size, spec.value_size))
+        nan *= 1e4 if spec.is_fp8 else torch.nan  # FP8 stores no NaN
         q, k, v = nan[..., : spec.head_size], nan[..., : spec.head_size], nan[..., : spec.value_size]
         q, k, v = (
             x[:, :n].contiguous() for x, n in ((q, self.num_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))

@@ -299,7 +299,8 @@ def test_what_is_measured_is_kept_case_by_case(fake: str, monkeypatch: pytest.Mo
     kept.clear()
     cases = [gpu_attention.Case("decode", 2, 20, 30, 4, 2), gpu_attention.Case("prefill", 2, 20, 20, 4, 2)]
     monkeypatch.setattr(gpu_attention, "CASES", cases)
-    run(GpuAttention, [], "--device=cpu", "--dtype=float32", "--backends=torch_sdpa", keep=keep)
+    options = ("--device=cpu", "--dtype=float32", "--backends=torch_sdpa", "--kv-cache-dtypes=auto")
+    run(GpuAttention, [], *options, keep=keep)
     assert [len(names) for names in kept] == [1, 2]
 
 
@@ -386,13 +387,18 @@ def test_attention_of_every_backend_that_can(monkeypatch: pytest.MonkeyPatch) ->
     assert list(rows) == [
         "decode, 3 x 20 to 50 tokens, 4 query and 2 KV heads, KV cache read, GB/s",
         "decode, 3 x 20 to 50 tokens, 4 query and 2 KV heads, a layer, µs",
+        "decode, 3 x 20 to 50 tokens, 4 query and 2 KV heads, KV in FP8, KV cache read, GB/s",
+        "decode, 3 x 20 to 50 tokens, 4 query and 2 KV heads, KV in FP8, a layer, µs",
         "prefill, 2 x 40 tokens, 4 query and 2 KV heads, products, TFLOP/s",
         "prefill, 2 x 40 tokens, 4 query and 2 KV heads, a layer, µs",
+        "prefill, 2 x 40 tokens, 4 query and 2 KV heads, KV in FP8, products, TFLOP/s",
+        "prefill, 2 x 40 tokens, 4 query and 2 KV heads, KV in FP8, a layer, µs",
     ]
     assert "torch_sdpa" in findings.engines
     others = {"triton", "flash_attn", "triton_mla", "torch_mla"}  # of GPUs, and of latents
     assert not others & set(findings.engines)
-    assert {check.name for check in findings.checks} == {f"{name} refuses" for name in others}
+    refusals = {f"{name} refuses{stored}" for name in others for stored in ("", ", KV in FP8")}
+    assert {check.name for check in findings.checks} == refusals
     with pytest.raises(BenchmarkError, match="--backends: no 'paper'"):
         run(GpuAttention, [], "--backends=paper")
 
@@ -405,13 +411,14 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = gpu_attention.Case("decode", 2, 20, 50, 4, 2).shape("float32")
     children = attention_backends.Backends()
     children.load("cpu")
-    assert children.measure("torch_sdpa", "decode", shape)[0][2] > 0
+    for is_fp8 in (False, True):
+        assert children.measure("torch_sdpa", "decode", shape | {"is_fp8": is_fp8})[0][2] > 0
     monkeypatch.setattr(TorchSdpaBackend, "forward", lambda self, *rest: right(self, *rest) * 1.01)
     anew = attention_backends.Backends()
     anew.load("cpu")
-    for kind in ("decode", "prefill"):
+    for kind, is_fp8 in (("decode", False), ("prefill", True)):
         with pytest.raises(RuntimeError, match="torch_sdpa is wrong"):
-            anew.measure("torch_sdpa", kind, shape)
+            anew.measure("torch_sdpa", kind, shape | {"is_fp8": is_fp8})
 
 
 def test_what_a_graph_reads_stays_as_long_as_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:

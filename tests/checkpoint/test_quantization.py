@@ -7,6 +7,7 @@ import pytest
 from raw_files import model_folder
 
 from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint.expected_tensors import is_dispensable
 from ringcore.checkpoint.quantization import (
     AwqFormat,
     CodesFormat,
@@ -103,6 +104,13 @@ def test_formats(tmp_path, config, expected):
     assert not found.is_on_load
 
 
+def test_fp8_scales_of_a_kv_cache_are_left_to_the_engine(tmp_path):
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    assert read(tmp_path / "m", with_(PACKED, kv_cache_scheme=scheme)) == read(tmp_path / "n", PACKED)
+    assert is_dispensable("model.layers.0.self_attn.k_scale")
+    assert not is_dispensable("model.layers.0.self_attn.q_proj.k_scale")
+
+
 @pytest.mark.parametrize(
     ("config", "match"),
     [
@@ -112,7 +120,10 @@ def test_formats(tmp_path, config, expected):
         ),
         ({}, "'quantization_config' is empty"),
         (with_(PACKED, format="marlin-24"), "'.*group_0.format' is 'marlin-24'; known: 'pack-quantized'"),
-        (with_(PACKED, kv_cache_scheme={"num_bits": 8}), r"'quantization_config.kv_cache_scheme' is {'num_bits': 8}"),
+        (
+            with_(PACKED, kv_cache_scheme={"num_bits": 8, "type": "int"}),
+            r"'quantization_config.kv_cache_scheme' is {'num_bits': 8, 'type': 'int'}, .* type 'float'; save",
+        ),
         (with_(PACKED, sparsity_config={"format": "sparse-24-bitmask"}), "'.*sparsity_config' is"),
         (with_(PACKED, transform_config={"config_groups": {}}), "'.*transform_config' is"),
         (with_(PACKED, novel=3), "'quantization_config.novel' is 3, which is not known here"),

@@ -52,6 +52,7 @@ def test_defaults_survive_the_wire(folder, max_model_len):
         ("load_format", "pickle"),
         ("device", "tpu"),
         ("attention_backend", "magic"),
+        ("kv_cache_dtype", "fp8_e5m2"),
         ("device_ids", [0, 1]),
         ("device_ids", [-1]),
         ("device_ids", "0"),
@@ -83,6 +84,20 @@ def test_a_bad_value_is_named_with_its_remedy(folder, option, value):
     with pytest.raises(ConfigError, match=rf"^{option}=.*: give") as caught:
         EngineConfig.from_options(model=folder, **options)
     assert caught.value.details["option"] == option
+
+
+def test_fp8_kv_is_refused_where_it_was_measured_to_break(folder, tmp_path):
+    """The test's folder is a Llama's."""
+    for name in ("fp8", "fp8_e4m3"):
+        assert make(folder, kv_cache_dtype=name).cache.is_fp8
+    assert not make(folder).cache.is_fp8
+    qwen2 = edited(folder, tmp_path, architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+    assert make(str(qwen2), kv_cache_dtype="auto")
+    for model_impl in ("native", "transformers"):
+        with pytest.raises(
+            ConfigError, match=r"kv_cache_dtype='fp8': .* perplexity of [\d.]+ .* 1.3% more; give 'auto'"
+        ):
+            make(str(qwen2), kv_cache_dtype="fp8", model_impl=model_impl)
 
 
 def test_what_max_model_len_may_be_is_said(folder):

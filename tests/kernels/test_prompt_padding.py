@@ -39,8 +39,8 @@ def test_pages(device, dtype, num_prompts, query_len, padded_len, num_kv_heads, 
     kv_cache[0] = float("nan")  # the null block
     slots = (torch.randperm(4 * block_size, device=device) + block_size)[: num_prompts * query_len]
     slots[-1] = 5 * block_size - 1
-    both = gather_padded_kv(kv_cache, slots, query_len, padded_len)
-    expected = gather_padded_kv_reference(kv_cache, slots, query_len, padded_len)
+    both = gather_padded_kv(kv_cache, slots, query_len, padded_len, dtype)
+    expected = gather_padded_kv_reference(kv_cache, slots, query_len, padded_len, dtype)
     for read, wanted in zip(both, expected, strict=True):
         assert torch.equal(read, wanted)
         assert not read[:, query_len:].any()

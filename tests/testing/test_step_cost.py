@@ -106,6 +106,8 @@ def test_from_a_model(tmp_path):
     assert cost.base_s == pytest.approx(device.step_s + 2 * (layers + head) / read)
     assert cost.per_token_s == pytest.approx(2 * layers / compute)
     assert cost.per_context_token_s == pytest.approx(2 * 10 * 5 * 100 * 2 / read)
+    fp8 = StepCost.from_model(spec, "h200", kv_cache_dtype="fp8")
+    assert fp8.per_context_token_s == pytest.approx(2 * 10 * 5 * 101 / read)
     # As many tokens are computed while the weights are read as the two rates say.
     assert cost.num_hidden_tokens * cost.per_token_s == pytest.approx(cost.base_s - device.step_s)
     two = StepCost.from_model(spec, device, tensor_parallel_size=5)

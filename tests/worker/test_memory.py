@@ -115,6 +115,14 @@ def test_the_parts_add_up(tiny_llama: tuple[str, Any]) -> None:
     assert found["attention_gather_bytes"] == pytest.approx(found["available_kv_cache_bytes"] / 3, rel=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "copies"), [("float32", 5), ("bfloat16", 3), ("float16", 7)])
+def test_what_is_gathered_in_fp8_is_expanded(tiny_llama: tuple[str, Any], dtype: str, copies: int) -> None:
+    """Of one of three layers: its pages, and numbers of 4 or 2 bytes for each byte, or of both."""
+    config = make_config(tiny_llama[0], max_num_seqs=100_000, kv_cache_dtype="fp8")
+    found = memory_table(config, FakePlatform(), SPECS, dtype, weights_bytes=7)
+    assert found["attention_gather_bytes"] == pytest.approx(found["available_kv_cache_bytes"] * copies / 3, rel=1e-6)
+
+
 def test_the_share_and_the_ranks_divide_the_memory(tiny_llama: tuple[str, Any]) -> None:
     found = table(tiny_llama[0], gpu_memory_utilization=0.9, tensor_parallel_size=2)
     assert found["budget_bytes"] == 360 * MIB

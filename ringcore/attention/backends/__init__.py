@@ -55,7 +55,8 @@ def choose_backend(
         if reason is None:
             return BACKENDS[candidate](spec, layers, sharing_specs)
         reasons.append(f"{candidate}: {reason}")
-    raise _refused(name, f"no backend is left ({'; '.join(reasons)}); give attention_backend='auto' or another dtype")
+    remedy = "give attention_backend='auto' or another dtype" + (", or kv_cache_dtype='auto'" if spec.is_fp8 else "")
+    raise _refused(name, f"no backend is left ({'; '.join(reasons)}); {remedy}")
 
 
 def _refused(name: str, reason: str) -> ConfigError:

@@ -71,6 +71,8 @@ class FlashAttnBackend(AttentionBackend):
         module, reasons = _find_module()
         if module is None:
             return reasons
+        if spec.is_fp8:
+            return "it has no FP8 with a scale for each token and head"
         if spec.dtype not in ("float16", "bfloat16"):
             return f"it has no dtype {spec.dtype}"
         if spec.head_size % 8 or spec.head_size > 256:

@@ -45,6 +45,8 @@ from ringcore.attention.backends.torch_sdpa_plan import (
 )
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
+from ringcore.kernels.dtypes import TORCH_DTYPES
+from ringcore.kernels.fp8_rows import from_rows, to_rows
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 __all__ = ["TorchSdpaBackend"]
@@ -64,6 +66,7 @@ class TorchSdpaBackend(AttentionBackend):
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         self._planner = Planner(spec, self._layout.has_contiguous_blocks)
         self._clamps = spec.dtype == "float16"
+        self._dtype = TORCH_DTYPES[spec.dtype]
 
     @classmethod
     def refusal(
@@ -107,7 +110,7 @@ class TorchSdpaBackend(AttentionBackend):
         assert key is not None, "this backend needs the step's keys and values"
         assert value is not None
         parts = self._layout.parts(kv_cache)
-        self._write(key, value, parts, metadata.slot_mapping)
+        key, value = self._write(key, value, parts, metadata.slot_mapping)
         out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
         call = _Call(query, key, value, parts, layer, None if sinks is None else sinks.float(), out)
         for item in plan:
@@ -122,15 +125,27 @@ class TorchSdpaBackend(AttentionBackend):
                     self._chunk_forward(item, call)
         return out
 
-    def _write(self, key: torch.Tensor, value: torch.Tensor, parts: Parts, slots: torch.Tensor) -> None:
-        if self._clamps:
-            key, value = torch.nan_to_num(key), torch.nan_to_num(value)
-        self._layout.write(parts, slots, (key, value))
+    def _write(
+        self, key: torch.Tensor, value: torch.Tensor, parts: Parts, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """-> keys and values as this step attends to them: those that a later step reads, so that it does not matter
+        how a prompt is cut into steps."""
+        if self.spec.is_fp8:
+            rows = to_rows(key), to_rows(value)
+            self._layout.write(parts, slots, rows)
+            return self._numbers(rows)
+        stored = (torch.nan_to_num(key), torch.nan_to_num(value)) if self._clamps else (key, value)
+        self._layout.write(parts, slots, stored)
+        return key, value
+
+    def _numbers(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Keys and values as they are stored -> in the model's dtype."""
+        return tuple(from_rows(rows, self._dtype) for rows in stored) if self.spec.is_fp8 else tuple(stored)
 
     def _decode_one_forward(self, item: DecodeOne, call: _Call) -> None:
         # KV heads as the batch, the query heads that share one as rows: the output has the right layout.
         rows = call.query[item.token].view(self.spec.num_kv_heads, 1, self._group, self.spec.head_size)
-        keys, values = item.context.read(call.parts)
+        keys, values = self._numbers(item.context.read(call.parts))
         sinks = None if call.sinks is None else call.sinks.view(self.spec.num_kv_heads, 1, self._group, 1)
         attended = attend(rows, keys, values, call.layer, sinks)
         call.out[item.token] = attended.view(self.num_heads, self.spec.value_size)
@@ -139,7 +154,7 @@ class TorchSdpaBackend(AttentionBackend):
         tokens = call.query if item.tokens is None else call.query.index_select(0, item.tokens)
         # The query heads that share a KV head as rows: a quarter faster than the kernel's own grouping.
         shape = (self.spec.num_kv_heads, self._group)
-        found = item.gather.read(call.parts, item.batch, item.first, item.end)
+        found = self._numbers(item.gather.read(call.parts, item.batch, item.first, item.end))
         keys, values = (kind.transpose(0, 1) for kind in found)
         sinks = None if call.sinks is None else call.sinks.view(1, *shape, 1)
         attended = attend(tokens.view(item.batch, *shape, -1), keys, values, call.layer, sinks, item.mask)
@@ -158,7 +173,7 @@ class TorchSdpaBackend(AttentionBackend):
 
     def _chunk_forward(self, item: Chunk, call: _Call) -> None:
         if item.context is not None:
-            keys, values = (kind.transpose(0, 1) for kind in item.context.read(call.parts))
+            keys, values = (kind.transpose(0, 1) for kind in self._numbers(item.context.read(call.parts)))
         else:
             new = slice(item.first_token, item.first_token + item.query_len)
             keys, values = (x[new].transpose(0, 1).unsqueeze(0) for x in (call.key, call.value))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ringcore.kv_cache.spec import DTYPE_BYTES, HeadsSpec, KVCacheSpec, MLASpec
+from ringcore.kv_cache.spec import HeadsSpec, KVCacheSpec, MLASpec
 
 __all__ = ["Context", "Gather", "PageLayout", "Parts"]
 
@@ -18,7 +18,8 @@ Parts = tuple[torch.Tensor, ...]  # `PageLayout.parts`
 
 
 class PageLayout:
-    """[2, num_sections, num_blocks, heads_per_section, block_size, head_size]: keys then values, head-major.
+    """[2, num_sections, num_blocks, heads_per_section, block_size, head_size]: keys then values, head-major. In FP8 the
+    numbers of a head are the head_size + 1 bytes of `fp8_rows`, which are rounded and expanded here.
 
     If values have another size than keys it is flat: all keys in that order, then all values. `parts` has either case
     as tensors of these six dimensions: one of two kinds, or the keys and the values, of one kind each.
@@ -34,6 +35,7 @@ class PageLayout:
         self._spec = spec
         self._num_sections = math.gcd(spec.num_kv_heads, *(other.num_kv_heads for other in sharing_specs))
         self._heads_per_section = spec.num_kv_heads // self._num_sections
+        self._sizes = tuple(size + spec.is_fp8 for size in (spec.head_size, spec.value_size))  # as they are stored
         # Whether consecutive blocks of a head are contiguous, so that they can be read in place.
         self.has_contiguous_blocks = self._heads_per_section == 1
 
@@ -42,16 +44,14 @@ class PageLayout:
         """Whether a block of layers of both has equally many bytes of keys, and of values."""
         if isinstance(other, MLASpec):
             return False
-        keys, others = (
-            one.num_kv_heads * one.block_size * one.head_size * DTYPE_BYTES[one.dtype] for one in (spec, other)
-        )
+        keys, others = (one.num_kv_heads * one.block_size * one.key_bytes for one in (spec, other))
         return (keys, spec.page_size_bytes) == (others, other.page_size_bytes)
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self._spec
         if spec.v_head_size is not None:
-            return (num_blocks * spec.num_kv_heads * spec.block_size * (spec.head_size + spec.v_head_size),)
-        return (2, self._num_sections, num_blocks, self._heads_per_section, spec.block_size, spec.head_size)
+            return (num_blocks * spec.num_kv_heads * spec.block_size * sum(self._sizes),)
+        return (2, self._num_sections, num_blocks, self._heads_per_section, spec.block_size, self._sizes[0])
 
     def parts(self, kv_cache: torch.Tensor) -> Parts:
         """See the class."""
@@ -59,8 +59,8 @@ class PageLayout:
         if spec.v_head_size is None:
             return (kv_cache,)
         tokens = spec.num_kv_heads * spec.block_size  # of a block, over all heads
-        num_blocks = len(kv_cache) // (tokens * (spec.head_size + spec.v_head_size))
-        kinds = torch.split_with_sizes(kv_cache, [num_blocks * tokens * n for n in (spec.head_size, spec.v_head_size)])
+        num_blocks = len(kv_cache) // (tokens * sum(self._sizes))
+        kinds = torch.split_with_sizes(kv_cache, [num_blocks * tokens * n for n in self._sizes])
         shape = (1, self._num_sections, num_blocks, self._heads_per_section, spec.block_size, -1)
         return tuple(kind.view(shape) for kind in kinds)
 

@@ -32,7 +32,7 @@ from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.upload import upload_packed
-from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, HeadsSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
     from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["TritonBackend"]
 
 _MAX_HEAD_SIZE = 256
+_FP8_SINCE = (8, 9)  # compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,17 @@ class _Scores(NamedTuple):
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
+
+
+def fp8_refusal(spec: HeadsSpec, device: torch.device) -> str | None:
+    """Why the kernels do not serve FP8 layers of `spec`."""
+    if spec.v_head_size is not None:
+        return f"in FP8 its values are as wide as its keys, {spec.head_size}, not {spec.v_head_size}"
+    if spec.head_size % 16:
+        return f"in FP8 its heads have a multiple of 16 numbers, not {spec.head_size}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _FP8_SINCE:
+        return "in FP8 it needs a GPU of compute capability 8.9 (Ada, Hopper) or later"
+    return None
 
 
 class TritonBackend(AttentionBackend):
@@ -126,11 +138,12 @@ class TritonBackend(AttentionBackend):
                 return f"its heads have a multiple of 8 from 16 to {_MAX_HEAD_SIZE} numbers, not {size}"
         if spec.block_size % 16:
             return f"its blocks have a multiple of 16 tokens, not {spec.block_size}"
-        return None
+        return fp8_refusal(spec, device) if spec.is_fp8 else None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
-        return self._cache_shape(num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size, spec.value_size)
+        sizes = spec.num_kv_heads, spec.block_size, spec.head_size, spec.value_size
+        return self._cache_shape(num_blocks, *sizes, spec.is_fp8)
 
     def warm_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:
         if self._may_fuse:
@@ -193,8 +206,8 @@ class TritonBackend(AttentionBackend):
         return _Decodes(seq_lens, block_table, tile_scheduler)
 
     def _tile_scheduler_for(self, num_seqs: int, device: torch.device) -> DecodeTileScheduler:
-        spec, dtype = self.spec, getattr(torch, self.spec.dtype)
-        tiling = self._choose_tiling(num_seqs, max(spec.head_size, spec.value_size), dtype)
+        spec = self.spec
+        tiling = self._choose_tiling(num_seqs, max(spec.head_size, spec.value_size), self.storage_dtype)
         if tiling not in self._tile_schedulers:
             shape = (self.num_heads, spec.num_kv_heads, spec.head_size)
             self._tile_schedulers[tiling] = self._allocate_scheduler(
@@ -227,8 +240,8 @@ class TritonBackend(AttentionBackend):
                     self._prefill_forward(item.tensors, query[rows], kv_cache, scores, out[rows])
                 case Prompts():
                     lens = item.query_len, item.padded_len
-                    if key is None or value is None:
-                        kv = self._gather_padded_kv(kv_cache, metadata.slot_mapping[rows], *lens)
+                    if key is None or value is None or self.spec.is_fp8:  # in FP8 as they are read later
+                        kv = self._gather_padded_kv(kv_cache, metadata.slot_mapping[rows], *lens, query.dtype)
                     else:
                         kv = self._pad_prompts(key[rows], *lens), self._pad_prompts(value[rows], *lens)
                     attend_prompts(item, query[rows], *kv, layer.scale, out[rows])

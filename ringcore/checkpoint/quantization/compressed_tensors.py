@@ -50,7 +50,8 @@ _MIXED = "mixed-precision"
 def read_compressed_tensors(config: Metadata) -> Quantization:
     refuse_others(config, _FIELDS)
     require(config, "quantization_status", (None, "compressed", "frozen"), "compress the weights when saving")
-    for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    _check_kv_cache(config)
+    for field in ("sparsity_config", "transform_config"):
         if config.get(field) not in (None, {}) and not _is_dense(config, field):
             raise config.error(
                 field, f"is {config.get(field)!r}, which is not computed; save the checkpoint without it"
@@ -66,6 +67,17 @@ def read_compressed_tensors(config: Metadata) -> Quantization:
         refuse_others(group, _GROUP_FIELDS)
         rules.append(Rule(checked_patterns(group, "targets"), _format(group, form)))
     return Quantization("compressed-tensors", rules, checked_patterns(config, "ignore"))
+
+
+def _check_kv_cache(config: Metadata) -> None:
+    """FP8 is read and left to the engine option kv_cache_dtype, whose scales are each token's own."""
+    scheme = config.child("kv_cache_scheme")
+    if scheme is not None and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        raise config.error(
+            "kv_cache_scheme",
+            f"is {config.get('kv_cache_scheme')!r}, which is not computed; known: num_bits 8 of type 'float'; save the "
+            "checkpoint without it",
+        )
 
 
 def _is_dense(config: Metadata, field: str) -> bool:

@@ -13,7 +13,6 @@ from ringcore.attention.layer import AnyAttention
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
-from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.worker.memory.arena import ALIGNMENT
 from ringcore.worker.platforms.platform import Platform
@@ -67,7 +66,7 @@ def allocate_kv_caches(
             missing_bytes=config.total_bytes - free,
         )
     shapes = [backend.kv_cache_shape(config.num_blocks) for backend in backends]
-    tensors = _tensors(shapes[0], TORCH_DTYPES[backends[0].spec.dtype], config.num_tensors, platform)
+    tensors = _tensors(shapes[0], backends[0].storage_dtype, config.num_tensors, platform)
     by_name = {
         name: tensor.view(shape)
         for group, shape in zip(config.groups, shapes, strict=True)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from ringcore.config import EngineConfig
+from ringcore.config.options import CacheConfig
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
@@ -32,8 +33,8 @@ class LoadedModel:
     load_s: float
     tensors: Mapping[str, torch.Tensor] | None = None
 
-    def kv_cache_spec(self, block_size: int) -> dict[str, KVCacheSpec]:
-        return {layer.name: layer.kv_cache_spec(block_size, self.dtype) for layer in self.model.attention_layers}
+    def kv_cache_spec(self, cache: CacheConfig) -> dict[str, KVCacheSpec]:
+        return _kv_cache_spec(self.model, self.dtype, cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class BuiltModel:
 
     @classmethod
     def of(cls, config: EngineConfig, platform: Platform, tp: TensorParallel, stage: Stage = ONLY_STAGE) -> BuiltModel:
-        """Raises `ModelLoadError` for a model that cannot be computed."""
+        """Raises `ModelLoadError` for a model that cannot be computed, `ConfigError` for a KV cache that it cannot
+        have."""
         start = time.monotonic()
         dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
         model = build_model(
@@ -57,6 +59,7 @@ class BuiltModel:
             stage=stage,
             expert_parallel=config.parallel.expert_parallel,
         )
+        _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
         return cls(model, dtype, time.monotonic() - start)
 
     @property
@@ -79,6 +82,12 @@ class BuiltModel:
             model.bind(tensors, updatable=final is not None)
         platform.synchronize()
         return LoadedModel(model, self.dtype, self.weights_bytes, time.monotonic() - start, final)
+
+
+def _kv_cache_spec(model: CausalLM, dtype: str, cache: CacheConfig) -> dict[str, KVCacheSpec]:
+    """By layer name."""
+    options = cache.block_size, dtype, cache.is_fp8
+    return {layer.name: layer.kv_cache_spec(*options) for layer in model.attention_layers}
 
 
 def _allocate(platform: Platform, allocated: Callable[[], None] | None, num_bytes: int) -> torch.Tensor:

@@ -132,7 +132,7 @@ def set_up_libraries(few: FewLayers, platform: Platform) -> None:
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
     config = few.config
-    plan = planned_cache(config, few.loaded.kv_cache_spec(config.cache.block_size))
+    plan = planned_cache(config, few.loaded.kv_cache_spec(config.cache))
     for backend in choose_backends(config.device.attention_backend, plan, few.model.attention_layers, platform):
         backend.warm_up(config.scheduler.token_budget, config.model.context_len, platform.device)
 
@@ -149,7 +149,7 @@ def intercept_steps(few: FewLayers, platform: Platform, tp: TensorParallel) -> l
             for weight in model.weights()
         }
         model.bind(weights)
-        plan = planned_cache(config, loaded.kv_cache_spec(config.cache.block_size))
+        plan = planned_cache(config, loaded.kv_cache_spec(config.cache))
         plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block, and one that holds every token
         memory = cast(Platform, _TorchMemoryPlatform(platform))
         is_output_rank = tp.rank == config.parallel.layout.tensor_rank_of(config.parallel.layout.output_rank)

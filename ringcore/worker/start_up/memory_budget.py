@@ -113,10 +113,18 @@ def memory_table(
     asked = int(shared * share)
     budget = platform.memory_budget_bytes(asked)
     left = max(0, budget - sum(needs.values()))
-    gather = {"attention_gather_bytes": left // (plan.num_tensors + 1)} if platform.attention_gathers else {}
+    copies = _gathered_copies(config, dtype)  # of one layer's cache, all of which one step may gather
+    gather = (
+        {"attention_gather_bytes": left * copies // (plan.num_tensors + copies)} if platform.attention_gathers else {}
+    )
     available = min(left - sum(gather.values()), _useful_bytes(config, plan))
     table |= {"shared_bytes": shared, "asked_bytes": asked, "budget_bytes": budget}
     return table | needs | gather | {"available_kv_cache_bytes": available}
+
+
+def _gathered_copies(config: EngineConfig, dtype: str) -> int:
+    """What attention gathers of a layer's cache, in bytes of that cache: the pages, and FP8 expanded to numbers."""
+    return 1 + (DTYPE_BYTES[dtype] + (4 if dtype == "float16" else 0) if config.cache.is_fp8 else 0)
 
 
 def _needs(

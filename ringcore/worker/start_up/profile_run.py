@@ -18,7 +18,6 @@ from ringcore.attention.metadata import AttentionMetadata
 from ringcore.config import EngineConfig
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
-from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.models.base import CausalLM
@@ -83,7 +82,7 @@ class _ProfileRun:
         groups = group_of_layer(plan, layers)
         backends = choose_backends(config.device.attention_backend, plan, layers, platform)
         pages = [
-            torch.zeros(backend.kv_cache_shape(1), dtype=TORCH_DTYPES[backend.spec.dtype], device=platform.device)
+            torch.zeros(backend.kv_cache_shape(1), dtype=backend.storage_dtype, device=platform.device)
             for backend in backends
         ]
         by_layer = {index: pages[group] for index, group in groups.items()}
