@@ -29,6 +29,7 @@ from ringcore.kernels.experts_kernels import grouped_kernel, weighted_sum_kernel
 from ringcore.kernels.experts_sort import SortedPairs, sort_pairs
 from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels.skinny_times import DENSE_NUMBERS
 from ringcore.kernels.weight_tiles import tile_arguments
 
 __all__ = ["GroupedProducts", "experts", "new_expert_counters"]
@@ -126,8 +127,8 @@ class GroupedProducts:
         matrices, routing, k, x = self._matrices, self._routing, self._routing.k, weight.rounded(x)
         (num_experts, num_weights, num_inputs), stored = weight.shape, weight.stored
         num_outputs = num_weights if gate is None else num_weights // 2
-        is_packed = isinstance(stored, PackedWeight)
-        config = self._config or choose_grouped(*weight.shape, self._num_tokens, k, x.dtype, is_packed)
+        numbers = stored.numbers if isinstance(stored, PackedWeight) else DENSE_NUMBERS
+        config = self._config or choose_grouped(*weight.shape, self._num_tokens, k, x.dtype, numbers)
         block_outputs = config.block_weights if gate is None else config.block_weights // 2
         for tensor in (x, stored, bias):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"

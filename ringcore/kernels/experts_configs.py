@@ -14,9 +14,9 @@ import functools
 import torch
 
 from ringcore.kernels.experts_measured import MEASURED
-from ringcore.kernels.skinny_configs import EXPANDED_TILES
+from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import fastest_dot
+from ringcore.kernels.skinny_times import DENSE_NUMBERS, Numbers, fastest_dot
 
 __all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "max_items"]
 
@@ -36,23 +36,27 @@ def choose_grouped(
     num_tokens: int,
     k: int,
     dtype: torch.dtype,
-    is_packed: bool = False,
+    numbers: Numbers = DENSE_NUMBERS,
 ) -> DotConfig:
-    """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item. is_packed: the
-    weights are quantized, of which no tile was measured."""
+    """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item. numbers: of
+    quantized weights no tile was measured."""
+    is_packed = numbers != DENSE_NUMBERS
     measured = {} if is_packed else MEASURED.get((num_experts, k, num_weights, num_inputs), {})
     if dtype != torch.float32 and (up_to := min((limit for limit in measured if limit >= num_tokens), default=0)):
         return measured[up_to]
     if num_tokens <= MAX_FEW_TOKENS:
         block_rows = max(_MIN_ROWS, min(_power_of_2(num_tokens), _power_of_2(2 * num_tokens * k // num_experts)))
         num_active = min(num_experts, num_tokens * k)
-        config = fastest_dot(num_active * num_weights, num_inputs, block_rows, (1,))
+        config = fastest_dot(num_active * num_weights, num_inputs, block_rows, (1,), numbers)
     else:
         block_rows = min(_MAX_ROWS, max(2 * _MIN_ROWS, _power_of_2(num_tokens * k // num_experts)))
-        config = EXPANDED_TILES if is_packed else DotConfig(128, 64, 8, 4, 1)
+        config = many_packed(numbers) if is_packed else DotConfig(128, 64, 8, 4, 1)
+        block_rows = min(block_rows, config.block_rows) if is_packed else block_rows
     if dtype == torch.float32:  # without tensor cores; a number has twice the bytes of those of the model of times
-        config, block_rows = DotConfig(32, 32, 4, 2, 1), min(block_rows, MAX_FEW_TOKENS)
-    block_inputs = min(config.block_inputs, max(16, _power_of_2(num_inputs)))
+        config = DotConfig(32, 64 if numbers.bytes < 1 else 32, 4, 2, 1)
+        block_rows = min(block_rows, MAX_FEW_TOKENS)
+    least = 64 if numbers.bytes < 1 else 16  # of 4 bits a block is four products
+    block_inputs = min(config.block_inputs, max(least, _power_of_2(num_inputs)))
     return DotConfig(config.block_weights, block_inputs, config.num_warps, config.num_stages, 1, block_rows=block_rows)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
-from ringcore.kernels.weight_tiles import load_packed
+from ringcore.kernels.weight_tiles import packed_dot
 
 __all__ = ["grouped_kernel", "weighted_sum_kernel"]
 
@@ -193,6 +193,8 @@ def grouped_kernel(
         if is_gated and not is_interleaved:
             outputs = tl.minimum(first_output + at_weight % block_outputs, num_outputs - 1)
             weight_rows = outputs + at_weight // block_outputs * num_outputs
+        elif num_weights % block_weights == 0:  # known to be consecutive, rows may be loaded as vectors
+            weight_rows = tl.program_id(0) * block_weights + at_weight
         elif is_gated:
             weight_rows = tl.minimum(2 * first_output + at_weight, num_weights - 1)
         else:
@@ -208,14 +210,17 @@ def grouped_kernel(
         x_rows = pairs if reads_pairs else pairs // k
         inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs + steps[:, None]
         total = tl.zeros([block_weights, block_rows], tl.float32)
-        for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
-            if layout[0] == _DENSE:
+        if layout[0] == _DENSE:
+            for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
                 w = _load(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
-            else:
-                w = load_packed(weight, packed, packed_rows, at, num_inputs, block_inputs, layout)
-                w = w.to(x.dtype.element_ty)
-            v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
-            total = tl.dot(w, v, total, input_precision="ieee")
+                v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+                total = tl.dot(w, v, total, input_precision="ieee")
+        else:
+            first_inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs
+            total = packed_dot(
+                *(total, first_inputs, weight, packed, packed_rows, 0, num_inputs),
+                num_inputs, block_inputs, num_stages, is_whole, layout,
+            )  # fmt: skip
         if has_bias:
             total += tl.load(bias + expert * num_weights + weight_rows).to(tl.float32)[:, None]
         if is_gated:

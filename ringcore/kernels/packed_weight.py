@@ -8,28 +8,28 @@ import torch
 
 from ringcore.kernels.skinny_configs import choose_packed
 from ringcore.kernels.skinny_tiles import Config
+from ringcore.kernels.skinny_times import BYTE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, Numbers
 
 __all__ = [
     "BYTES_FP8",
     "BYTES_INT8",
     "BYTES_UINT8",
-    "COLUMNS",
     "DENSE",
     "NIBBLES",
     "NIBBLES_E2M1",
     "PackedWeight",
 ]
 
-DENSE, BYTES_FP8, BYTES_INT8, BYTES_UINT8, NIBBLES, COLUMNS, NIBBLES_E2M1 = range(7)
+DENSE, BYTES_FP8, BYTES_INT8, BYTES_UINT8, NIBBLES, NIBBLES_E2M1 = range(6)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """Stands where the launches of a skinny linear take a weight [num_outputs, num_inputs].
 
-    codes: uint8. row_bytes: from output to output; of COLUMNS from input to input. word_bytes: from word to word of 4
-    bytes along the inputs. columns: [num_outputs] int32, of COLUMNS the nibble of each output in a row. index:
-    [num_inputs] int32, the group of each input, where they are not consecutive.
+    codes: uint8, or int16 of nibbles, of an output along the inputs. row_stride: in entries, from output to output.
+    index: [num_inputs] int32, the group of each input, where they are not consecutive. run: of nibbles, see
+    `weight_tiles`. has_zero_bits: the five lowest bits of a scale are the zero, of which there is no other tensor.
     """
 
     codes: torch.Tensor
@@ -37,14 +37,14 @@ class PackedWeight:
     shape: tuple[int, int]
     dtype: torch.dtype  # of the inputs and the product
     form: int
-    row_bytes: int
-    word_bytes: int = 4
+    row_stride: int
     group_size: int = 1
     group_offset: int = 0  # of the first input in its group
     zero: int = 0
     zeros: torch.Tensor | None = None  # [num_outputs, groups] int16, of any strides
-    columns: torch.Tensor | None = None
     index: torch.Tensor | None = None
+    run: int = 1
+    has_zero_bits: bool = False
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -53,7 +53,10 @@ class PackedWeight:
     def device(self) -> torch.device:
         return self.scales.device
 
+    @property
+    def numbers(self) -> Numbers:
+        return {NIBBLES: NIBBLE_NUMBERS, NIBBLES_E2M1: E2M1_NUMBERS}.get(self.form, BYTE_NUMBERS)
+
     def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
-        """As `skinny_configs.choose`. Where neighbours in memory are of other outputs, a tile has many outputs."""
-        along_inputs = self.form != COLUMNS and self.word_bytes == 4
-        return choose_packed(num_outputs, num_inputs, num_rows, is_gated=is_gated, along_inputs=along_inputs)
+        """As `skinny_configs.choose`."""
+        return choose_packed(num_outputs, num_inputs, num_rows, self.numbers, is_gated=is_gated)

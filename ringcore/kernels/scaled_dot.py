@@ -46,7 +46,7 @@ def scaled_dot(
     row_groups: tl.constexpr = num_inputs // row_group
     promoted: tl.constexpr = _PROMOTED if block_inputs > _PROMOTED else block_inputs
     weight_rows = weight_rows.to(tl.int64)
-    of_weights = _scales(packed[0], packed[6], packed[7], weight_rows, first, weight_group, weight_groups)
+    of_weights = _scales(packed[0], packed[4], packed[5], weight_rows, first, weight_group, weight_groups)
     of_rows = _scales(row_scales, row_groups, 1, rows, first, row_group, row_groups)
     for at in tl.range(first, last, block_inputs, num_stages=num_stages):
         if is_whole:
@@ -59,7 +59,7 @@ def scaled_dot(
             total = tl.dot(w, v, total, max_num_imprecise_acc=promoted)
         else:
             after = at + block_inputs
-            next_weights = _scales(packed[0], packed[6], packed[7], weight_rows, after, weight_group, weight_groups)
+            next_weights = _scales(packed[0], packed[4], packed[5], weight_rows, after, weight_group, weight_groups)
             next_rows = _scales(row_scales, row_groups, 1, rows, after, row_group, row_groups)
             products = tl.dot(w, v, max_num_imprecise_acc=promoted)
             total += products * (of_weights[:, None] * of_rows[None, :])

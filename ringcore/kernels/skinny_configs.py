@@ -14,9 +14,9 @@ import functools
 
 from ringcore.kernels.skinny_measured import MEASURED
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
-from ringcore.kernels.skinny_times import NUM_SMS, fastest_dot
+from ringcore.kernels.skinny_times import BYTE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, NUM_SMS, Numbers, fastest_dot
 
-__all__ = ["EXPANDED_TILES", "MAX_ROWS", "choose", "choose_packed", "choose_rounded", "choose_split_k"]
+__all__ = ["MAX_ROWS", "choose", "choose_packed", "choose_rounded", "choose_split_k", "many_packed"]
 
 # Ends of the ranges of rows that share a configuration: 1, 2 to 4, 5 to 16 and so on. Within a range, a row's result is
 # independent of the number of rows.
@@ -32,7 +32,9 @@ _ROUNDED_ROWS = 64  # few rows of FP8 times FP8
 _ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
 _ROUNDED_PROGRAMS = 2 * NUM_SMS
 
-EXPANDED_TILES = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
+_MANY_PACKED = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
+_MANY_NIBBLES = DotConfig(128, 128, 8, 3, 1, prefetched_inputs=0, block_rows=128)
+_MANY_E2M1 = DotConfig(128, 128, 4, 3, 1, prefetched_inputs=0, block_rows=64)
 
 
 @functools.cache
@@ -51,22 +53,27 @@ def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool =
 
 @functools.cache
 def choose_packed(
-    num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False, along_inputs: bool = True
+    num_outputs: int, num_inputs: int, num_rows: int, numbers: Numbers = BYTE_NUMBERS, *, is_gated: bool = False
 ) -> Config | None:
-    """As `choose`, of a quantized weight, for any number of rows; None: there are none. along_inputs: its codes are
-    contiguous along the inputs.
+    """As `choose`, of a quantized weight, for any number of rows; None: there are none.
 
-    By the rules of dense weights. On no GPU were these measured with quantized ones.
+    4-bit weights are for tensor cores also with few rows: these take a third of the instructions. On no GPU was any of
+    this measured: bytes by the rules of dense weights, 4 bits by the model of times with their bytes and instructions.
     """
     if num_rows < 1:
         return None
-    if num_rows <= _MAX_FMA_ROWS and along_inputs:
+    if num_rows <= _MAX_FMA_ROWS and numbers == BYTE_NUMBERS:
         end = next(end for end in _RANGES if num_rows <= end)
         return _fma_by_rule(num_outputs, num_inputs, is_gated, end)
     num_weights = num_outputs * (2 if is_gated else 1)
     if num_rows <= _MAX_DOT_ROWS:
-        return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2)
-    return EXPANDED_TILES
+        return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
+    return many_packed(numbers)
+
+
+def many_packed(numbers: Numbers) -> DotConfig:
+    """The tiles of many rows."""
+    return {NIBBLE_NUMBERS: _MANY_NIBBLES, E2M1_NUMBERS: _MANY_E2M1}.get(numbers, _MANY_PACKED)
 
 
 @functools.cache

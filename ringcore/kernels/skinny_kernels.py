@@ -15,7 +15,8 @@ from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.scaled_dot import scaled_dot
-from ringcore.kernels.weight_tiles import load_packed
+from ringcore.kernels.weight_groups import entries_of_row, has_quads
+from ringcore.kernels.weight_tiles import load_packed, packed_dot
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
 
@@ -54,7 +55,7 @@ def _weights(
     if layout[0] == _DENSE:
         found = _load(tile + at, in_bounds, is_whole)
     else:
-        found = load_packed(weight, packed, rows, at, num_inputs, block_inputs, layout)
+        found = load_packed(weight, packed, rows, at, num_inputs, block_inputs, is_whole, True, layout)
     return found
 
 
@@ -253,27 +254,29 @@ def dot_kernel(
         gdc_launch_dependents()
         if prefetched_inputs > 0:
             number_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+            each: tl.constexpr = 4 if has_quads(layout) else 1  # inputs of an entry
+            row_stride = entries_of_row(packed, num_inputs, layout)
             # One thread prefetches one output's weights.
             prefetched_rows = tl.program_id(0) * block_outputs + tl.arange(0, threads)
             in_bounds = (tl.arange(0, threads) < block_outputs) & (prefetched_rows < num_outputs) & (first < last)
-            prefetched = weight + prefetched_rows.to(tl.int64) * num_inputs + first
-            prefetched_bytes = tl.minimum(last - first, prefetched_inputs) * number_bytes
+            prefetched = weight + prefetched_rows.to(tl.int64) * row_stride + first // each
+            prefetched_bytes = tl.minimum(last - first, prefetched_inputs) // each * number_bytes
             prefetch_l2(prefetched, in_bounds, prefetched_bytes)
             if is_gated:
-                prefetch_l2(prefetched + num_outputs.to(tl.int64) * num_inputs, in_bounds, prefetched_bytes)
+                prefetch_l2(prefetched + num_outputs.to(tl.int64) * row_stride, in_bounds, prefetched_bytes)
         gdc_wait()
     total = tl.zeros([block_weights, block_rows], tl.float32)
     if row_group > 0:
-        total = scaled_dot(
-            *(total, tile, inputs, packed, row_scales, weight_rows, rows % num_rows, first, last),
-            num_inputs, block_inputs, num_stages, row_group, layout,
-        )  # fmt: skip
-    else:
+        tiles = total, tile, inputs, packed, row_scales, weight_rows, rows % num_rows, first, last
+        total = scaled_dot(*tiles, num_inputs, block_inputs, num_stages, row_group, layout)
+    elif layout[0] == _DENSE:
         for at in tl.range(first, last, block_inputs, num_stages=num_stages):
-            of_inputs = steps[None, :] < num_inputs - at
-            w = _weights(tile, of_inputs, weight, packed, weight_rows, at, num_inputs, block_inputs, is_whole, layout)
+            w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
             v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
-            total = tl.dot(w.to(v.dtype), v, total, input_precision="ieee")
+            total = tl.dot(w, v, total, input_precision="ieee")
+    else:
+        of_codes = total, x + (rows % num_rows)[None, :] * num_inputs, weight, packed, weight_rows, first, last
+        total = packed_dot(*of_codes, num_inputs, block_inputs, num_stages, is_whole, layout)
     if splits == 1:
         _epilogue(
             *(total, weight_rows, bias, out, rows, num_rows, num_outputs),

@@ -102,6 +102,7 @@ def skinny_linear(
         _launch_rounded_fma(rows, weight, bias, out, norm, row_group, config, options)
     elif isinstance(config, FmaConfig):
         assert isinstance(x, torch.Tensor), "rounded rows are for a DotConfig"
+        assert not isinstance(weight, PackedWeight) or weight.numbers.bytes >= 1, "4-bit weights are for a DotConfig"
         _launch_fma(x, weight, bias, out, norm, config, options)
     else:
         assert norm is None, "only an FmaConfig takes a norm"
@@ -158,7 +159,7 @@ def _launch_rounded_fma(
     num_outputs = out.shape[1]
     assert num_rows in (1, 2, 3, 4), num_rows
     assert isinstance(weight, PackedWeight), "rounded rows are for a quantized weight"
-    assert (weight.form, weight.row_bytes, weight.group_offset) == (BYTES_FP8, num_inputs, 0), weight
+    assert (weight.form, weight.row_stride, weight.group_offset) == (BYTES_FP8, num_inputs, 0), weight
     has_one_scale, by_row = weight.scales.shape[1] == 1, row_group == num_inputs
     group = row_group if has_one_scale else weight.group_size
     group = FMA_GROUP if has_one_scale and by_row else group
@@ -245,19 +246,25 @@ def _launch_dot(
 def _check_groups(x: RoundedRows, weight: torch.Tensor | PackedWeight, config: DotConfig) -> None:
     assert isinstance(weight, PackedWeight), "rounded rows are for a quantized weight"
     num_inputs = weight.shape[1]
-    assert (weight.form, weight.row_bytes, weight.group_offset) == (BYTES_FP8, num_inputs, 0), weight
+    assert (weight.form, weight.row_stride, weight.group_offset) == (BYTES_FP8, num_inputs, 0), weight
     for groups, size in ((weight.scales.shape[1], weight.group_size), (x.scales.shape[1], x.group)):
         assert groups == 1 or size % config.block_inputs == 0, (groups, size, config)
 
 
 def num_prefetched_inputs(weight: torch.Tensor | PackedWeight, config: DotConfig, are_numbers: bool = False) -> int:
     """Inputs of each weight row that are prefetched: as `config` says, or 0 where rows are not aligned to 16 bytes, or
-    quantized and not multiplied as they are."""
-    if isinstance(weight, PackedWeight) and not are_numbers:
-        return 0
-    tensor = weight.codes if isinstance(weight, PackedWeight) else weight
-    elements = 16 // tensor.element_size()
-    are_aligned = weight.shape[1] % elements == 0 and tensor.data_ptr() % 16 == 0
+    have bytes that are not multiplied as they are."""
+    if isinstance(weight, PackedWeight):
+        is_words = weight.codes.dtype == torch.int16
+        if not is_words and not are_numbers:
+            return 0
+        elements, tensor, row_bytes = (32, weight.codes, 2 * weight.row_stride) if is_words else (
+            16, weight.codes, weight.row_stride
+        )  # fmt: skip
+    else:
+        elements, tensor = 16 // weight.element_size(), weight
+        row_bytes = weight.shape[1] * weight.element_size()
+    are_aligned = weight.shape[1] % elements == 0 and row_bytes % 16 == 0 and tensor.data_ptr() % 16 == 0
     assert config.prefetched_inputs % elements == 0, config
     return config.prefetched_inputs if are_aligned else 0
 

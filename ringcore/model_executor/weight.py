@@ -18,6 +18,7 @@ from ringcore.kernels.upload import upload
 
 __all__ = [
     "CHECKPOINT_DTYPES",
+    "Arrangement",
     "Derived",
     "RowEncoding",
     "SeenTensors",
@@ -182,15 +183,31 @@ def _index(order: Sequence[int], device: torch.device) -> torch.Tensor:
     return upload(np.array(order), device)
 
 
+class Arrangement(ABC):
+    """Another order of a tensor's bytes than the checkpoint's, for kernels."""
+
+    @abstractmethod
+    def arrange(self, tensor: torch.Tensor) -> None:
+        """In place, once the tensor is complete."""
+
+    @abstractmethod
+    def restore(self, tensor: torch.Tensor) -> None:
+        """In place: as before `arrange`, of what means something."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor of the model on this rank. Entries that no part fills (vocabulary padding) are zero."""
+    """One tensor of the model on this rank. Entries that no part fills (vocabulary padding) are zero.
+
+    arrangement: that it has where `ops.has_kernels`, except while an update writes to it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[WeightPart, ...]
     init: Uniform
+    arrangement: Arrangement | None = None
 
     @property
     def nbytes(self) -> int:

@@ -16,9 +16,10 @@ from ringcore.checkpoint.expected_tensors import and_more, is_dispensable
 from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.errors import InvalidRequestError
 from ringcore.kernels.dtypes import TORCH_DTYPES
+from ringcore.model_executor import ops
 from ringcore.model_executor.loader import Readers
 from ringcore.model_executor.tensor_source import TensorSource
-from ringcore.model_executor.weight import Uniform, Weight, WeightPart, is_readable
+from ringcore.model_executor.weight import Arrangement, Uniform, Weight, WeightPart, is_readable
 
 __all__ = ["WeightUpdate", "row_pieces"]
 
@@ -54,12 +55,23 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, weights: Sequence[Weight], tensors: Mapping[str, torch.Tensor], elsewhere: Sequence[Weight] = ()
+        self,
+        weights: Sequence[Weight],
+        tensors: Mapping[str, torch.Tensor],
+        elsewhere: Sequence[Weight] = (),
+        abandoned: WeightUpdate | None = None,
     ) -> None:
         """tensors: the model's own, by `Weight.name`. Entries that no checkpoint tensor fills are zeroed. elsewhere:
-        those of other stages: every rank refuses the same tensors, and waits for the same ones."""
+        those of other stages: every rank refuses the same tensors, and waits for the same ones. abandoned: the update
+        before, where `finish` was not called."""
         self._device = next(iter(tensors.values())).device
         self._targets: dict[str, _Target] = {}
+        self._restored: list[tuple[Arrangement, torch.Tensor]] = []
+        for weight in weights if ops.has_kernels(self._device) else ():
+            if weight.arrangement is not None:
+                self._restored.append((weight.arrangement, tensors[weight.name]))
+                if abandoned is None:
+                    weight.arrangement.restore(tensors[weight.name])
         for weight in weights:
             padding = slice(weight.num_filled, None)
             tensors[weight.name].movedim(weight.parts[0].dim, 0)[padding].zero_()  # sleep discards the contents
@@ -150,6 +162,11 @@ class WeightUpdate:
             readers.close()
         self._taken.update(names)
         return len(names), sum(target.nbytes for target in targets)
+
+    def finish(self) -> None:
+        """Gives the tensors the arrangements back that they had before this update: the last call."""
+        for arrangement, tensor in self._restored:
+            arrangement.arrange(tensor)
 
     def check_complete(self) -> None:
         """Raises `InvalidRequestError` naming the tensors that were not received."""

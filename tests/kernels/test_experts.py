@@ -23,6 +23,8 @@ from ringcore.kernels.experts import experts, new_expert_counters
 from ringcore.kernels.experts_configs import choose_grouped, max_items
 from ringcore.kernels.experts_sort import sort_pairs, sort_pairs_reference
 from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels.skinny_times import E2M1_NUMBERS
+from ringcore.model_executor import ops
 from ringcore.model_executor.expert_schemes.schemes import experts_scheme
 from ringcore.model_executor.expert_schemes.stacked import stacked_weight
 from ringcore.model_executor.linear_schemes.codes_scheme import CodesScheme
@@ -189,6 +191,11 @@ def test_a_token_that_is_not_finite_is_alone(device):
         assert not ours[1].isfinite().any()
 
 
+@pytest.fixture
+def has_kernels(monkeypatch):
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+
+
 class PackedCase(Case):
     """Random MXFP4 experts with biases, of gpt-oss's form."""
 
@@ -207,15 +214,22 @@ def mxfp4(num_experts, num_outputs, num_inputs, device, dtype=torch.float32):
         shape = num_experts, num_outputs, num_inputs // 32, *shape
         return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator, device=device)
 
-    tensors = {"_blocks": random(0, 256, 16), "_scales": random(122, 126)}
-    return experts_scheme(Mxfp4Format()).weight(tensors, dtype)
+    tensors, scheme = {"_blocks": random(0, 256, 16), "_scales": random(122, 126)}, experts_scheme(Mxfp4Format())
+    for suffix, tensor in tensors.items():
+        before = tensor.clone()
+        scheme.arrangement(suffix).restore(tensor)
+        scheme.arrangement(suffix).arrange(tensor)
+        assert torch.equal(tensor, before)
+        scheme.arrangement(suffix).arrange(tensor)
+    return scheme.weight(tensors, dtype)
 
 
 @pytest.mark.parametrize(
     ("block_inputs", "hidden"),
-    [(16, 32), (32, 32), (64, 96)],
-    ids=["less than a group", "a group", "two, the last of one"],
+    [(64, 96), (128, 96)],
+    ids=["two groups, the last of one", "one for all"],
 )
+@pytest.mark.usefixtures("has_kernels")
 def test_quantized_experts_are_expanded_in_tiles(device, block_inputs, hidden):
     config = DotConfig(32, block_inputs, 2, 2, 1, block_rows=16)
     case = PackedCase(device, hidden=hidden, size=32)
@@ -223,6 +237,7 @@ def test_quantized_experts_are_expanded_in_tiles(device, block_inputs, hidden):
         case.check(n, activate=GPT_OSS, config=config)
 
 
+@pytest.mark.usefixtures("has_kernels")
 def test_experts_in_blocks_of_fp8_with_rounded_inputs(device):
     """As they are stacked of a checkpoint's single matrices; a rank's share begins within a block."""
     form = CodesFormat("fp8", "block", (32, 16), "weight_scale_inv", InputFormat("fp8", "group", 16))
@@ -247,6 +262,7 @@ def test_experts_in_blocks_of_fp8_with_rounded_inputs(device):
     assert up.rounded(x).unique().numel() < x.numel()
 
 
+@pytest.mark.usefixtures("has_kernels")
 def test_quantized_experts_of_one_rank_and_tiles_as_they_are_chosen(device):
     case = PackedCase(device, 3, 32, 32)
     first = ExpertMatrices(case.matrices.up, case.matrices.down, first=2)
@@ -255,8 +271,8 @@ def test_quantized_experts_of_one_rank_and_tiles_as_they_are_chosen(device):
     torch.testing.assert_close(experts(x, routing, first, GPT_OSS), expected, atol=2e-5, rtol=1e-4)
     case.check(70, activate=GPT_OSS, config=None)
     for num_tokens in (1, 64, 65, 8192):
-        config = choose_grouped(32, 5760, 2880, num_tokens, 4, torch.bfloat16, is_packed=True)
-        assert config.block_inputs % 32 == 0, "whole groups"
+        config = choose_grouped(32, 5760, 2880, num_tokens, 4, torch.bfloat16, E2M1_NUMBERS)
+        assert config.block_weights * config.block_inputs >= 128 * 32 * config.num_warps, "4 bytes of scales a thread"
 
 
 def test_no_token_is_no_launch(device):

@@ -69,7 +69,7 @@ def fp8_weight(num_outputs, num_inputs, group, device):
     expanded = codes.float() * scales.repeat_interleave(group, 1)
     shape = num_outputs, num_inputs
     weight = PackedWeight(
-        codes.view(torch.uint8).to(device), scales.to(device), shape, torch.float32, BYTES_FP8, num_inputs, 4, group
+        codes.view(torch.uint8).to(device), scales.to(device), shape, torch.float32, BYTES_FP8, num_inputs, group
     )
     return weight, expanded.to(device)
 

@@ -17,13 +17,14 @@ from ringcore.checkpoint import quantization as formats
 from ringcore.kernels.round_rows import RowNorm
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
+from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
 from ringcore.model_executor.linear_schemes.schemes import schemes_of
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 
 FMA, DOT = FmaConfig(4, 64, 1), DotConfig(32, 64, 2, 2, 1)
-SPLIT, BLOCKS = DotConfig(32, 32, 2, 2, 3), DotConfig(32, 128, 2, 2, 1, block_rows=16)
+SPLIT, BLOCKS = DotConfig(32, 64, 2, 2, 2), DotConfig(32, 128, 2, 2, 1, block_rows=16)
 FORMATS = {
     "fp8 block": formats.CodesFormat("fp8", "block", (32, 16), "weight_scale_inv"),
     "fp8 channel": formats.CodesFormat("fp8", "channel"),
@@ -38,6 +39,9 @@ FORMATS = {
     "gptq order": formats.GptqFormat(4, 32, True),
     "gptq 8 order": formats.GptqFormat(8, 32, True),
 }
+
+
+BYTES = ("fp8 block", "fp8 channel", "int8", "w8 asym", "gptq 8 order")
 
 
 class _Seen(Exception):
@@ -57,6 +61,12 @@ def packed(kind, weight, device, monkeypatch, dtype=torch.float32, start=0, leng
         part = declared.parts[0]
         tensor = stored.tensors[suffix].narrow(part.dim, part.start, part.length)
         tensors[suffix] = tensor.to(declared.dtype).contiguous().to(device)
+        if declared.arrangement is not None:
+            before = tensors[suffix].clone()
+            declared.arrangement.arrange(tensors[suffix])
+            restored = tensors[suffix].clone()
+            declared.arrangement.restore(restored)
+            assert torch.equal(restored, before)
     seen = []
 
     def see(matrix, *_):
@@ -64,6 +74,7 @@ def packed(kind, weight, device, monkeypatch, dtype=torch.float32, start=0, leng
         raise _Seen
 
     monkeypatch.setattr(sys.modules[type(scheme).__module__], "quantized_product", see)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     with pytest.raises(_Seen):
         scheme.product(shard, tensors, None, True)
     expanded = stored.expanded[:, start : start + inputs.length]
@@ -77,7 +88,7 @@ def random(*shape, seed=1):
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [*((kind, config) for kind in FORMATS for config in (FMA, SPLIT)), ("w4 asym", BLOCKS), ("gptq", DOT)],
+    [*((kind, FMA) for kind in BYTES), *((kind, SPLIT) for kind in FORMATS), ("w4 asym", BLOCKS), ("gptq", DOT)],
 )
 def test_product(device, kind, config, monkeypatch):
     weight, expanded = packed(kind, random(40, 128), device, monkeypatch)
@@ -92,19 +103,19 @@ def test_prologue_and_epilogues(device, kind, monkeypatch):
     x, hidden, bias = random(3, 96, seed=2).to(device), random(3, 16, seed=3).to(device), random(32).to(device)
     options = {"bias": bias, "activation": "silu"}
     norm = RowNorm(random(96, seed=4).to(device), 1e-5)
-    for config, more in ((FMA, {"norm": norm}), (DOT, {}), (SPLIT, {})):
+    for config, more in ((FMA, {"norm": norm}), (DOT, {}), (SPLIT, {}))[kind not in BYTES :]:
         expected = skinny_linear_reference(x, expanded, add_to=hidden.clone(), **options, **more)
         found = skinny_linear(x, weight, config, add_to=hidden.clone(), **options, **more)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["w4 asym", "gptq order", "fp8 block"])
-@pytest.mark.parametrize("config", [FMA, DOT], ids=["fma", "dot"])
-def test_a_share_that_begins_within_a_group(device, kind, config, monkeypatch):
+def test_a_share_that_begins_within_a_group(device, kind, monkeypatch):
     weight, expanded = packed(kind, random(16, 96), device, monkeypatch, start=48, length=48)
     x = random(2, 48, seed=2).to(device)
     expected = skinny_linear_reference(x, expanded)
-    torch.testing.assert_close(skinny_linear(x, weight, config), expected, rtol=1e-4, atol=1e-4)
+    for config in (FMA, DOT)[kind not in BYTES :]:
+        torch.testing.assert_close(skinny_linear(x, weight, config), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_codes_of_every_value(device):
@@ -125,18 +136,18 @@ def test_codes_of_every_value(device):
 
 
 def test_every_e2m1_code_and_power_of_2(device):
-    from ringcore.model_executor.linear_schemes.codes import E2M1_MAGNITUDES, E2m1Codes
+    from ringcore.model_executor.linear_schemes.codes import E2M1_MAGNITUDES, QuadCodes, to_quads
     from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 
     codes = torch.arange(32, dtype=torch.uint8) % 16
     scales = torch.arange(255, dtype=torch.uint8)[:, None].to(device).view(torch.float8_e8m0fnu)
-    stored = (codes[::2] | codes[1::2] << 4).repeat(255, 1).to(device)
-    matrix = QuantizedMatrix(E2m1Codes(stored), scales, Groups(32))
+    stored = to_quads(codes.repeat(255, 1).to(device), 8)
+    matrix = QuantizedMatrix(QuadCodes(stored, 8, 32, is_float=True), scales, Groups(32))
     magnitudes = torch.tensor(E2M1_MAGNITUDES)
     exact = torch.cat((magnitudes, -magnitudes))[codes.long()] * (torch.arange(255)[:, None].double() - 127).exp2()
     assert torch.equal(matrix.expanded().cpu(), exact.float())
     finite = exact[:252].float()  # of larger ones 6 times is infinite, and the sum with products of 0 no number
-    matrix = QuantizedMatrix(E2m1Codes(stored[:252]), scales[:252], Groups(32))
+    matrix = QuantizedMatrix(QuadCodes(stored[:252], 8, 32, is_float=True), scales[:252], Groups(32))
     found = skinny_linear(torch.eye(32, device=device), packed_weight(matrix, torch.float32), DOT)
     assert torch.equal(found.cpu(), finite.t())
 
@@ -144,7 +155,6 @@ def test_every_e2m1_code_and_power_of_2(device):
 def test_the_product_of_a_model(device, monkeypatch):
     """The product takes the kernels where there are some: few rows and many."""
     from ringcore.attention.context import NO_TOKEN_CONTEXT
-    from ringcore.model_executor import ops
 
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     for kind in ("awq", "w4"):
@@ -153,6 +163,9 @@ def test_the_product_of_a_model(device, monkeypatch):
         shard = LinearShard("layer", (OutputSlice("m", 16, 0, 16),), InputSlice.whole(64), torch.float32)
         scheme = schemes_of(formats.Quantization("test", [formats.Rule(["Linear"], FORMATS[kind])]))("m")
         tensors = {name: tensor.to(device) for name, tensor in store(kind, random(16, 64)).tensors.items()}
+        for suffix, declared in scheme.weights(shard).items():
+            if declared.arrangement is not None:
+                declared.arrangement.arrange(tensors[suffix])
         product = scheme.product(shard, tensors, random(16).to(device), True)
         assert isinstance(product, KernelProduct)
         for n in (1, 3, 70):
@@ -170,22 +183,24 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
         from ringcore.kernels.precompile import compile_variants, intercept_launches
         from ringcore.kernels.skinny_linear import skinny_linear
         from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
-        from ringcore.kernels.packed_weight import BYTES_FP8, COLUMNS, NIBBLES, NIBBLES_E2M1, PackedWeight
+        from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES, NIBBLES_E2M1, PackedWeight
 
         codes, scales, x = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 2), torch.zeros(1, 256).bfloat16()
-        index, zeros = torch.zeros(256, dtype=torch.int32), torch.zeros(64, 2, dtype=torch.int16)
+        index, words = torch.zeros(256, dtype=torch.int32), torch.zeros(64, 64, dtype=torch.int16)
 
-        def packed(form, **options):
-            return PackedWeight(codes, scales, (64, 256), torch.bfloat16, form, 256, group_size=128, **options)
+        def packed(form, dtype=torch.bfloat16, **options):
+            stored = words if form in (NIBBLES, NIBBLES_E2M1) else codes
+            return PackedWeight(stored, scales, (64, 256), dtype, form, stored.stride(0), group_size=128, **options)
 
         fma, dot = FmaConfig(4, 256, 2), DotConfig(64, 128, 4, 4, 2)
         with intercept_launches() as intercepted:
             skinny_linear(x, packed(BYTES_FP8), fma)
-            skinny_linear(x, packed(NIBBLES, zero=8), dot)
-            skinny_linear(x, packed(NIBBLES, zeros=zeros, index=index, word_bytes=256), dot)
-            skinny_linear(x, packed(COLUMNS, columns=index[:64], zeros=zeros), dot)
-            skinny_linear(x, replace(packed(NIBBLES_E2M1), scales=codes[:, :8], group_size=32), dot)
+            skinny_linear(x, packed(BYTES_INT8), dot)
+            skinny_linear(x, packed(NIBBLES, zero=8, run=8), dot)
+            skinny_linear(x, packed(NIBBLES, has_zero_bits=True, index=index, run=8), dot)
+            skinny_linear(x.half(), packed(NIBBLES, torch.float16, has_zero_bits=True, run=8), dot)
+            skinny_linear(x, replace(packed(NIBBLES_E2M1, run=8), scales=codes[:, :8], group_size=32), dot)
         compile_variants(list(intercepted.values()), torch.device("cpu"), 2)
         print(len(intercepted))
     """
-    assert run(script, tmp_path) == "5\n"
+    assert run(script, tmp_path) == "6\n"

@@ -7,6 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
@@ -25,10 +26,11 @@ class QuantizedExperts(ExpertWeight):
         """matrix: the outputs of the experts one after the other. rounding: of the inputs."""
         self._matrix, self.dtype, self.device, self._rounding = matrix, dtype, matrix.scales.device, rounding
         self.shape = num_experts, matrix.num_outputs // num_experts, matrix.num_inputs
-        self._stored = packed_weight(matrix, dtype)
+        self._stored = packed_weight(matrix, dtype) if ops.has_kernels(self.device) else None
 
     @property
     def stored(self) -> PackedWeight:
+        assert self._stored is not None, "a device without kernels"
         return self._stored
 
     def rounded(self, rows: torch.Tensor) -> torch.Tensor:

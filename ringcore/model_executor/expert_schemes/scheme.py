@@ -9,6 +9,7 @@ import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.model_executor.weight import Arrangement
 
 __all__ = ["ExpertsScheme"]
 
@@ -19,6 +20,10 @@ class ExpertsScheme(ABC):
     def tensors(self) -> tuple[MatrixTensor, ...]:
         """Those of one expert's matrix. A checkpoint with one tensor for all experts of a layer has these axes after
         that of the experts, and the suffix at the end of the matrix's name."""
+
+    def arrangement(self, suffix: str) -> Arrangement | None:
+        """Of the tensor of this suffix, where there are kernels: see `Weight`."""
+        return None
 
     @abstractmethod
     def weight(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ExpertWeight:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import AwqFormat
-from ringcore.model_executor.linear_schemes.codes import AwqCodes, awq_columns, unpacked
+from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes.arrangements import AwqArrangement, run_of
+from ringcore.model_executor.linear_schemes.codes import AwqCodes, QuadCodes, awq_columns, unpacked
 from ringcore.model_executor.linear_schemes.product import Product
-from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix, groups_of, places_of_outputs
+from ringcore.model_executor.linear_schemes.quantized import (
+    QuantizedMatrix,
+    groups_of,
+    places_of_outputs,
+    with_zero_bits,
+)
 from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
-from ringcore.model_executor.weight import Derived
+from ringcore.model_executor.weight import Derived, Weight
 
 __all__ = ["AwqScheme"]
 
@@ -31,13 +38,27 @@ class AwqScheme(LinearScheme):
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
-        derived, stored = Derived(), tensors["qzeros"]
+        derived, stored, scales = Derived(), tensors["qzeros"], tensors["scales"].t()
         columns = awq_columns(places_of_outputs(shard, 8)).to(stored.device)
-        matrix = QuantizedMatrix(
-            AwqCodes(tensors["qweight"], columns),
-            tensors["scales"].t(),
-            groups_of(shard, self.format.group),
-            zeros=derived.make(lambda: unpacked(stored, 4).index_select(1, columns).t().to(torch.int16)),
-            derived=derived,
-        )
+        groups = groups_of(shard, self.format.group)
+
+        def zeros() -> torch.Tensor:
+            return unpacked(stored, 4).index_select(1, columns).t().to(torch.int16)
+
+        if ops.has_kernels(stored.device):
+            arrangement = self._arrangement(shard)
+            quads = QuadCodes(arrangement.rows(tensors["qweight"]), arrangement.run, shard.inputs.length)
+            scales = with_zero_bits(scales, zeros, derived)
+            matrix = QuantizedMatrix(quads, scales, groups, has_zero_bits=True, derived=derived)
+        else:
+            codes = AwqCodes(tensors["qweight"], columns)
+            matrix = QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), derived=derived)
         return quantized_product(matrix, shard, bias, updatable)
+
+    def weights(self, shard: LinearShard) -> dict[str, Weight]:
+        weights = LinearScheme.weights(self, shard)
+        return weights | {"qweight": replace(weights["qweight"], arrangement=self._arrangement(shard))}
+
+    def _arrangement(self, shard: LinearShard) -> AwqArrangement:
+        groups = groups_of(shard, self.format.group)
+        return AwqArrangement(shard, run_of(shard.inputs.length, groups.size, groups.offset))

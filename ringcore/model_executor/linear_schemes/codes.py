@@ -14,8 +14,11 @@ __all__ = [
     "Codes",
     "E2m1Codes",
     "HalvesCodes",
+    "QuadCodes",
     "WordCodes",
     "awq_columns",
+    "from_quads",
+    "to_quads",
     "unpacked",
 ]
 
@@ -114,6 +117,38 @@ class HalvesCodes(Codes):
         if self.bits == 8:
             return packed.float()
         return torch.cat((packed & 15, packed >> 4), 1)[:, : self.shape[1]].float()
+
+
+class QuadCodes(Codes):
+    """4-bit numbers as kernels expand them (`kernels.weight_tiles`): words [num_outputs, num_inputs / 4] int16."""
+
+    bits = 4
+
+    def __init__(self, words: torch.Tensor, run: int, num_inputs: int, *, is_float: bool = False) -> None:
+        """is_float: of e2m1."""
+        self.words, self.run, self.is_float = words, run, is_float
+        self.shape = (len(words), num_inputs)
+
+    def numbers(self, first: int, end: int) -> torch.Tensor:
+        numbers = from_quads(self.words[first:end], self.run)[:, : self.shape[1]]
+        if not self.is_float:
+            return numbers.float()
+        every = torch.tensor([*E2M1_MAGNITUDES, *(-number for number in E2M1_MAGNITUDES)], device=numbers.device)
+        return every[numbers.int()]
+
+
+def to_quads(numbers: torch.Tensor, run: int) -> torch.Tensor:
+    """numbers: [n, inputs] uint8 of 4 bits, a multiple of 4 * run of them -> [n, inputs / 4] int16."""
+    quads = numbers.view(len(numbers), -1, 4, run)
+    low, high = quads[:, :, 0] | quads[:, :, 1] << 4, quads[:, :, 2] | quads[:, :, 3] << 4
+    return torch.stack((low, high), -1).flatten(1).view(torch.int16)
+
+
+def from_quads(words: torch.Tensor, run: int) -> torch.Tensor:
+    """The inverse of `to_quads`."""
+    two = words.contiguous().view(torch.uint8).view(len(words), -1, run, 2)
+    low, high = two[..., 0], two[..., 1]
+    return torch.stack((low & 15, low >> 4, high & 15, high >> 4), 2).flatten(1)
 
 
 class AwqCodes(Codes):

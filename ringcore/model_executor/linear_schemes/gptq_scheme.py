@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import GptqFormat
-from ringcore.model_executor.linear_schemes.codes import WordCodes, unpacked
+from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes.arrangements import Transposed, run_of
+from ringcore.model_executor.linear_schemes.codes import QuadCodes, WordCodes, unpacked
 from ringcore.model_executor.linear_schemes.product import Product
-from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix, groups_of, places_of_outputs
+from ringcore.model_executor.linear_schemes.quantized import (
+    QuantizedMatrix,
+    groups_of,
+    places_of_outputs,
+    with_zero_bits,
+)
 from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
-from ringcore.model_executor.weight import Derived
+from ringcore.model_executor.weight import Derived, Weight
 
 __all__ = ["GptqScheme"]
 
@@ -41,11 +48,23 @@ class GptqScheme(LinearScheme):
         def zeros() -> torch.Tensor:
             return (unpacked(stored, bits).index_select(1, places).t() + 1).to(torch.int16)
 
-        matrix = QuantizedMatrix(
-            WordCodes(tensors["qweight"].t(), bits, shard.inputs.length),
-            tensors["scales"].t(),
-            groups_of(shard, self.format.group, order),
-            zeros=derived.make(zeros),
-            derived=derived,
-        )
+        scales, groups = tensors["scales"].t(), groups_of(shard, self.format.group, order)
+        words, num_inputs, arrangement = tensors["qweight"].t(), shard.inputs.length, self._arrangement(shard)
+        has_kernels = ops.has_kernels(stored.device)
+        words = arrangement.rows(tensors["qweight"]) if has_kernels else words
+        if has_kernels and bits == 4:
+            quads, scales = QuadCodes(words, arrangement.run, num_inputs), with_zero_bits(scales, zeros, derived)
+            matrix = QuantizedMatrix(quads, scales, groups, has_zero_bits=True, derived=derived)
+        else:
+            codes = WordCodes(words, bits, num_inputs)
+            matrix = QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), derived=derived)
         return quantized_product(matrix, shard, bias, updatable)
+
+    def weights(self, shard: LinearShard) -> dict[str, Weight]:
+        weights = LinearScheme.weights(self, shard)
+        return weights | {"qweight": replace(weights["qweight"], arrangement=self._arrangement(shard))}
+
+    def _arrangement(self, shard: LinearShard) -> Transposed:
+        num_inputs, groups = shard.inputs.length, groups_of(shard, self.format.group)
+        num_outputs = sum(outputs.length for outputs in shard.outputs) + shard.num_padded_outputs
+        return Transposed(self.format.bits, num_inputs, num_outputs, run_of(num_inputs, groups.size, groups.offset))

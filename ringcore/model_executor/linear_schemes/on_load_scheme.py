@@ -13,7 +13,9 @@ import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import OnLoadFormat
-from ringcore.model_executor.linear_schemes.codes import ByteCodes, WordCodes
+from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes.arrangements import NibbleRows, run_of
+from ringcore.model_executor.linear_schemes.codes import ByteCodes, Codes, QuadCodes, WordCodes
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
@@ -51,6 +53,11 @@ class EncodedRows:
     def group(self) -> int:
         return self.format.group_of(self.num_inputs)
 
+    @property
+    def arrangement(self) -> NibbleRows:
+        """Of 4-bit codes."""
+        return NibbleRows(self.num_inputs, run_of(self.num_inputs, self.group))
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, num_inputs] -> [n, row bytes] uint8."""
         codes, scales = quantize_groups(rows.float().reshape(len(rows), -1, self.group), self.format.number)
@@ -85,17 +92,21 @@ class OnLoadScheme(LinearScheme):
         dense, encoding = shard.weight(tensor), EncodedRows(self.format, shard.inputs.length)
         parts = tuple(replace(part, encoding=encoding) for part in dense.parts)
         shape = (dense.shape[0], self.format.row_bytes(shard.inputs.length))
-        return {tensor.suffix: Weight(dense.name, shape, torch.uint8, parts, dense.init)}
+        arrangement = encoding.arrangement if self.format.number == "int4" else None
+        return {tensor.suffix: Weight(dense.name, shape, torch.uint8, parts, dense.init, arrangement)}
 
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
         encoding = EncodedRows(self.format, shard.inputs.length)
         codes, scales = encoding.views(tensors["weight"])
-        stored = (
-            ByteCodes(codes.view(torch.float8_e4m3fn))
-            if self.format.number == "fp8"
-            else WordCodes(codes, 4, shard.inputs.length)
-        )
+        stored: Codes
+        if self.format.number == "fp8":
+            stored = ByteCodes(codes.view(torch.float8_e4m3fn))
+        elif ops.has_kernels(codes.device):
+            words = tensors["weight"].view(torch.int16)[:, : -(-shard.inputs.length // 4)]
+            stored = QuadCodes(words, encoding.arrangement.run, shard.inputs.length)
+        else:
+            stored = WordCodes(codes, 4, shard.inputs.length)
         matrix = QuantizedMatrix(stored, scales, Groups(encoding.group), zero=8 if self.format.number == "int4" else 0)
         return quantized_product(matrix, shard, bias, updatable)

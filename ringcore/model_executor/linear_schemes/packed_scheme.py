@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import PackedFormat
-from ringcore.model_executor.linear_schemes.codes import WordCodes, unpacked
+from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes.arrangements import NibbleRows, run_of
+from ringcore.model_executor.linear_schemes.codes import QuadCodes, WordCodes, unpacked
 from ringcore.model_executor.linear_schemes.product import Product
-from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix, groups_of, places_of_outputs
+from ringcore.model_executor.linear_schemes.quantized import (
+    QuantizedMatrix,
+    groups_of,
+    places_of_outputs,
+    with_zero_bits,
+)
 from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
-from ringcore.model_executor.weight import Derived
+from ringcore.model_executor.weight import Derived, Weight
 
 __all__ = ["PackedScheme"]
 
@@ -38,19 +45,30 @@ class PackedScheme(LinearScheme):
 
     def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
         """Of the bound tensors."""
-        bits, derived = self.format.bits, Derived()
-        order = tensors["weight_g_idx"] if self.format.has_order else None
-        return QuantizedMatrix(
-            WordCodes(tensors["weight_packed"], bits, shard.inputs.length),
-            tensors["weight_scale"],
-            groups_of(shard, self.format.group, order),
-            zero=1 << (bits - 1),
-            zeros=self._zeros(shard, tensors["weight_zero_point"], derived) if self.format.has_zeros else None,
-            derived=derived,
-        )
+        bits, derived, has_zeros = self.format.bits, Derived(), self.format.has_zeros
+        words, scales, num_inputs = tensors["weight_packed"], tensors["weight_scale"], shard.inputs.length
+        groups = groups_of(shard, self.format.group, tensors["weight_g_idx"] if self.format.has_order else None)
 
-    def _zeros(self, shard: LinearShard, words: torch.Tensor, derived: Derived) -> torch.Tensor:
-        """words: [num_outputs / per_word, groups]."""
-        bits = self.format.bits
-        places = places_of_outputs(shard, 32 // bits).to(words.device)
-        return derived.make(lambda: unpacked(words.t(), bits).index_select(1, places).t().to(torch.int16))
+        def zeros() -> torch.Tensor:
+            stored = tensors["weight_zero_point"]  # [num_outputs / per_word, groups]
+            places = places_of_outputs(shard, 32 // bits).to(stored.device)
+            return unpacked(stored.t(), bits).index_select(1, places).t().to(torch.int16)
+
+        if bits == 4 and ops.has_kernels(words.device):
+            rows = words.view(torch.int16)[:, : -(-num_inputs // 4)]
+            quads = QuadCodes(rows, self._arrangement(shard).run, num_inputs)
+            scales = with_zero_bits(scales, zeros, derived) if has_zeros else scales
+            return QuantizedMatrix(quads, scales, groups, zero=8, has_zero_bits=has_zeros, derived=derived)
+        codes = WordCodes(words, bits, num_inputs)
+        stored_zeros = derived.make(zeros) if has_zeros else None
+        return QuantizedMatrix(codes, scales, groups, zero=1 << (bits - 1), zeros=stored_zeros, derived=derived)
+
+    def weights(self, shard: LinearShard) -> dict[str, Weight]:
+        weights = LinearScheme.weights(self, shard)
+        if self.format.bits != 4:
+            return weights
+        return weights | {"weight_packed": replace(weights["weight_packed"], arrangement=self._arrangement(shard))}
+
+    def _arrangement(self, shard: LinearShard) -> NibbleRows:
+        num_inputs, groups = shard.inputs.length, groups_of(shard, self.format.group)
+        return NibbleRows(num_inputs, run_of(num_inputs, groups.size, groups.offset))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,9 @@ from ringcore.model_executor.linear_schemes.codes import Codes
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 from ringcore.model_executor.weight import Derived
 
-__all__ = ["Groups", "QuantizedMatrix", "groups_of", "matrices_of_outputs", "places_of_outputs"]
+__all__ = ["Groups", "QuantizedMatrix", "groups_of", "matrices_of_outputs", "places_of_outputs", "with_zero_bits"]
+
+_ZERO_BITS = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class QuantizedMatrix:
 
     scales: [num_outputs, groups] float32, or float8_e8m0fnu, powers of 2; zeros: likewise int16, or `zero` everywhere.
     Both of any strides. block_scales: [outputs / 128, groups] float32, contiguous, where 128 outputs and a group of 128
-    share each. derived: what of these was computed from the tensors of the checkpoint.
+    share each. has_zero_bits: the zeros are the five lowest bits of their scales' instead. derived: what of these was
+    computed from the tensors of the checkpoint.
     """
 
     codes: Codes
@@ -51,6 +55,7 @@ class QuantizedMatrix:
     zero: int = 0
     zeros: torch.Tensor | None = None
     block_scales: torch.Tensor | None = None
+    has_zero_bits: bool = False
     derived: Derived = field(default_factory=Derived)
 
     @property
@@ -65,6 +70,8 @@ class QuantizedMatrix:
         """Of outputs `first` to `end`: [n, num_inputs] float32."""
         end = self.num_outputs if end is None else end
         scales, zeros = self.scales[first:end].float(), None if self.zeros is None else self.zeros[first:end]
+        if self.has_zero_bits:
+            zeros = self.scales[first:end].view(torch.int32) & _ZERO_BITS
         numbers = self.codes.numbers(first, end)
         if scales.shape[1] > 1 and self.groups.are_whole(self.num_inputs):
             grouped = numbers.view(len(numbers), -1, self.groups.size)
@@ -80,6 +87,17 @@ class QuantizedMatrix:
         elif self.zero:
             numbers -= self.zero
         return numbers.mul_(scales)
+
+
+def with_zero_bits(scales: torch.Tensor, zeros: Callable[[], torch.Tensor], derived: Derived) -> torch.Tensor:
+    """scales: float32, of which the zeros, less than 32 and of its shape, become the lowest bits, in place, now and in
+    `derived.refresh`. A scale of 16 bits has none there; any other is changed by 4e-6 of itself at most."""
+
+    def marked() -> torch.Tensor:
+        scales.view(torch.int32).bitwise_and_(~_ZERO_BITS).bitwise_or_(zeros())
+        return scales
+
+    return derived.make(marked)
 
 
 def groups_of(shard: LinearShard, size: int | None, index: torch.Tensor | None = None) -> Groups:

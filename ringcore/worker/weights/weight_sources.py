@@ -85,7 +85,8 @@ class WeightReceiver:
                 field="enable_sleep_mode",
                 value=False,
             )
-        self._update = WeightUpdate(loaded.model.weights(), loaded.tensors, loaded.model.elsewhere)
+        model = loaded.model
+        self._update = WeightUpdate(model.weights(), loaded.tensors, model.elsewhere, self._update)
 
     @torch.inference_mode()
     def receive(self, source: dict[str, Any], platform: Platform) -> dict[str, float]:
@@ -119,6 +120,7 @@ class WeightReceiver:
         started, update = time.monotonic(), self._started()
         if require_all:
             update.check_complete()
+        update.finish()
         loaded.model.refresh()
         platform.synchronize()
         self._update = None

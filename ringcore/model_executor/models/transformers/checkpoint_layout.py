@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from ringcore.model_executor.models.transformers.refusal import Refused
-from ringcore.model_executor.weight import Uniform, Weight, WeightPart
+from ringcore.model_executor.weight import Arrangement, Uniform, Weight, WeightPart
 
 __all__ = ["CheckpointNames", "Ranges", "TensorLayout", "read_layouts"]
 
@@ -58,6 +58,7 @@ class TensorLayout:
     pieces: tuple[_Piece, ...]
     share: Ranges | None = None  # where a rank has only that
     dummy: tuple[float, float] | None = None  # range of dummy weights; None: that of a dense tensor of its name
+    arrangement: Arrangement | None = None  # of a tensor that is one of the checkpoint's as it is: see `Weight`
 
     @classmethod
     def of_one(
@@ -67,9 +68,10 @@ class TensorLayout:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         dummy: tuple[float, float] | None = None,
+        arrangement: Arrangement | None = None,
     ) -> Self:
         """A tensor that is one of the checkpoint's as it is."""
-        return cls(name, shape, dtype, (_Piece(checkpoint_name, shape, 0),), dummy=dummy)
+        return cls(name, shape, dtype, (_Piece(checkpoint_name, shape, 0),), dummy=dummy, arrangement=arrangement)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -116,7 +118,7 @@ class TensorLayout:
         for start, length in share.ranges:
             parts.append(WeightPart(name, self.shape, share.dim, start, length, offset))
             offset += length
-        return Weight(self.name, share.shape(self.shape), self.dtype, tuple(parts), self._init)
+        return Weight(self.name, share.shape(self.shape), self.dtype, tuple(parts), self._init, self.arrangement)
 
     def _stacked(self, share: Ranges) -> Weight:
         """Of a tensor that stacks pieces of its entries (experts): as rows, [the rank's, ...]."""

@@ -85,7 +85,8 @@ class Experts:
         num_experts, *size = layout.shape
         num_outputs, num_inputs = reversed(size) if module.is_transposed else size
         checkpoint_name = next(iter(layout.tensors))
-        for tensor in self._scheme(module).tensors:
+        scheme = self._scheme(module)
+        for tensor in scheme.tensors:
             ExpertShare("inputs", ((0, num_inputs),)).ranges_of(tensor, layout.name)
             assert tensor.dtype is not None, tensor
             yield TensorLayout.of_one(
@@ -94,6 +95,7 @@ class Experts:
                 (num_experts, *tensor.shape(num_outputs, num_inputs)),
                 CHECKPOINT_DTYPES[tensor.dtype],
                 tensor.dummy,
+                scheme.arrangement(tensor.suffix),
             )
 
     def split(self, layouts: dict[str, TensorLayout], tp: TensorParallel, expert_parallel: bool) -> None:

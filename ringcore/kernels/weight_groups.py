@@ -1,0 +1,134 @@
+"""The scales and zeros of a tile of quantized weights: each column's, loaded once a group where that is possible.
+
+Arguments of all: `packed` and `layout` as of `weight_tiles.tile_arguments`; rows [n] int, the outputs; at, the first
+input; inputs: [columns] of the tile, where it is of words those of the lowest nibbles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ringcore.kernels.packed_weight import DENSE, NIBBLES, NIBBLES_E2M1
+
+__all__ = [
+    "MOVED",
+    "are_alike",
+    "entries_of_row",
+    "has_one_group",
+    "has_quads",
+    "moved_scales",
+    "scales_of",
+    "zeros_in",
+    "zeros_of",
+]
+
+# Sums of e2m1 in bfloat16 are of weights times 2^-63, so that neither these nor their scales leave its range.
+MOVED = tl.constexpr(63)
+_DENSE = tl.constexpr(DENSE)
+
+
+@triton.constexpr_function
+def has_quads(layout):
+    """Whether a tile of codes is four of numbers."""
+    return layout[0] in (NIBBLES, NIBBLES_E2M1)
+
+
+@triton.constexpr_function
+def has_one_group(layout, block_inputs):
+    _, num_groups, size, offset, _, _, has_index, _ = layout
+    return num_groups == 1 or (not has_index and offset % block_inputs == 0 and size % block_inputs == 0)
+
+
+@triton.constexpr_function
+def are_alike(layout):
+    """Whether the four numbers of a word are of one group."""
+    _, num_groups, size, offset, _, _, has_index, run = layout
+    return num_groups == 1 or (not has_index and size % (4 * run) == 0 and offset % (4 * run) == 0)
+
+
+@triton.jit
+def entries_of_row(packed, num_inputs: tl.constexpr, layout: tl.constexpr):
+    """From output to output of the weight; of a dense one its inputs."""
+    if layout[0] == _DENSE:
+        found = num_inputs
+    else:
+        found = packed[3]
+    return found
+
+
+@triton.jit
+def zeros_of(packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """Of bytes: as `_of_groups`, int16."""
+    return _of_groups(packed[1], packed[6], packed[7], packed[2], rows, at, inputs, num_inputs, block_inputs, layout)
+
+
+@triton.jit
+def zeros_in(scales, layout: tl.constexpr):
+    """Of nibbles: int16, from the lowest bits of their float32 scales; None where all are `layout[4]`."""
+    if layout[5]:
+        zeros = (scales.to(tl.int32, bitcast=True) & 31).to(tl.int16)
+    else:
+        zeros = None
+    return zeros
+
+
+@triton.jit
+def scales_of(packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """As `_of_groups`, float32."""
+    found = _of_groups(packed[0], packed[4], packed[5], packed[2], rows, at, inputs, num_inputs, block_inputs, layout)
+    if found.dtype == tl.uint8:  # the exponent of a power of 2
+        exponents = found.to(tl.int32)
+        found = tl.where(exponents == 0, 1 << 22, exponents << 23).to(tl.float32, bitcast=True)
+    return found
+
+
+@triton.jit
+def moved_scales(packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """As `_of_groups`, of powers of 2: bfloat16, times 2^(126 - MOVED)."""
+    found = _of_groups(packed[0], packed[4], packed[5], packed[2], rows, at, inputs, num_inputs, block_inputs, layout)
+    exponents = tl.minimum(tl.maximum(found.to(tl.int32) + (126 - MOVED), 1), 254)
+    return (exponents << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _of_groups(
+    values,
+    row_stride,
+    group_stride,
+    index,
+    rows,
+    at,
+    inputs,  # [columns] of the tile: those of the lowest nibbles, where it is a tile of words
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    layout: tl.constexpr,
+):
+    """Each column's number of [num_outputs, groups]: [n, columns], or [n, 1] where a tile has one group. Loaded once a
+    group where tiles are of whole groups, or groups of whole tiles."""
+    num_groups: tl.constexpr = layout[1]
+    size: tl.constexpr = layout[2]
+    offset: tl.constexpr = layout[3]
+    has_index: tl.constexpr = layout[6]
+    first = values + rows.to(tl.int64)[:, None] * row_stride
+    if num_groups == 1:
+        found = tl.load(first)
+    elif has_one_group(layout, block_inputs):
+        found = tl.load(first + (at + offset) // size * group_stride)
+    elif not has_index and offset == 0 and block_inputs % size == 0 and (not has_quads(layout) or are_alike(layout)):
+        count: tl.constexpr = block_inputs // size
+        each: tl.constexpr = inputs.shape[0] // count
+        groups = at // size + tl.arange(0, count)
+        if num_inputs % block_inputs == 0:
+            of_groups = tl.load(first + groups[None, :] * group_stride)
+        else:
+            of_groups = tl.load(first + groups[None, :] * group_stride, mask=groups[None, :] < num_groups, other=0)
+        spread = tl.broadcast_to(of_groups[:, :, None], [rows.shape[0], count, each])
+        found = tl.reshape(spread, [rows.shape[0], inputs.shape[0]])
+    else:
+        if has_index:
+            groups = tl.load(index + inputs, mask=inputs < num_inputs, other=0)
+        else:
+            groups = (inputs + offset) // size
+        found = tl.load(first + groups[None, :] * group_stride, mask=inputs[None, :] < num_inputs, other=0)
+    return found
