@@ -49,7 +49,7 @@ class Responses:
     def __init__(self, model: ServedModel, body: ResponsesRequest, store: ResponseStore) -> None:
         self._body, self._store = body, store
         self._answer = Answer.of("resp", model.name(body.model), f"resp_{uuid4().hex}")
-        self._messages = ItemMessages(self._earlier_messages())
+        self._messages = ItemMessages(self._earlier_messages(), store.get_item)
         self._messages.add("input", body.items())
         with fields_named(_NAMES):
             self._generation = ChatGeneration(model, self._conversation(model.sampling_defaults))
