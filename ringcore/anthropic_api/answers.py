@@ -23,7 +23,6 @@ class ContentBlock(TypedDict):
 
     type: Literal["text", "thinking", "tool_use"]
     text: NotRequired[str]
-    citations: NotRequired[None]
     thinking: NotRequired[str]
     signature: NotRequired[str]
     id: NotRequired[str]
@@ -49,6 +48,7 @@ class TokenCount(TypedDict):
 class ErrorDetails(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class MessagesError(TypedDict):

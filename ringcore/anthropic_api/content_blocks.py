@@ -68,7 +68,7 @@ class ContentBlocks:
         return self._blocks
 
     def _text(self, text: str) -> list[dict[str, Any]]:
-        begun = self._begin("text", ContentBlock(type="text", text="", citations=None))
+        begun = self._begin("text", ContentBlock(type="text", text=""))
         return [*begun, self._delta(text, {"type": "text_delta", "text": text})]
 
     def _begin(self, kind: str, block: ContentBlock) -> list[dict[str, Any]]:

@@ -23,4 +23,5 @@ _TYPES: dict[int, str] = {
 def error_body(error: ApiError) -> dict[str, Any]:
     """The message names the request's field, for which this form has no place of its own."""
     other = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    return {"type": "error", "error": {"type": _TYPES.get(error.status, other), "message": error.message}}
+    body = {"type": _TYPES.get(error.status, other), "message": error.message}
+    return {"type": "error", "error": body if error.details is None else body | {"details": error.details}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
@@ -11,7 +12,7 @@ from ringcore.anthropic_api.content_blocks import ContentBlocks
 from ringcore.anthropic_api.conversations import chat_messages
 from ringcore.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from ringcore.openai_api.chat_generation import ChatGeneration, Conversation, TakeEvents
-from ringcore.openai_api.errors import fields_named
+from ringcore.openai_api.errors import ApiError, fields_named
 from ringcore.openai_api.served_model import Answer, Emit, ServedModel
 from ringcore.params.outputs import CompletionOutput, RequestOutput
 from ringcore.params.sampling_params import OutputKind, SamplingParams
@@ -27,6 +28,8 @@ class Messages:
     num_prompts = n = 1
 
     def __init__(self, model: ServedModel, body: MessagesRequest) -> None:
+        if body.thread is not None:
+            raise _unthreaded()
         self._max_model_len = model.max_model_len
         self._answer = Answer.of("msg", model.name(body.model), f"msg_{uuid4().hex}")
         with fields_named(_NAMES):
@@ -138,3 +141,12 @@ def _params(body: MessagesRequest, defaults: dict[str, Any]) -> SamplingParams:
     kind: OutputKind = "delta" if body.stream else "final"
     given = {name: value for name, value in asked.items() if value is not None}
     return SamplingParams(output_kind=kind, **defaults | given)
+
+
+def _unthreaded() -> ApiError:
+    """By its details the tool runners of Anthropic's clients know that they have to send whole conversations."""
+    return ApiError(
+        HTTPStatus.BAD_REQUEST,
+        "thread: conversations are not kept here; leave it out and send all messages",
+        details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+    )

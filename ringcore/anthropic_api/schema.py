@@ -118,7 +118,7 @@ class JsonFormat(BaseModel):
 class OutputConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    effort: Literal["low", "medium", "high"] | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
@@ -180,6 +180,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
     top_k: StrictInt | None = None
+    thread: dict[str, Any] | None = None  # refused, in a form that clients know
     # No effect.
     metadata: dict[str, Any] | None = None
     service_tier: StrictStr | None = None

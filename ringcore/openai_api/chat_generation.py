@@ -52,6 +52,8 @@ class ChatGeneration:
     def __init__(self, model: ServedModel, asked: Conversation) -> None:
         self._model, self._asked = model, asked
         self._messages = model.template_messages(asked.messages)
+        has_no_text = asked.tools.must_call and asked.form is not None and asked.form.is_of_text
+        self._form = None if has_no_text else asked.form
         self._parsing = RequestParsing(
             model.engine.get_tokenizer(),
             model.chat_format,
@@ -128,11 +130,11 @@ class ChatGeneration:
 
     async def _bounded_params(self) -> SamplingParams:
         """The parameters with the grammar of the answer, which may depend on the end of the rendered prompt."""
-        if self._asked.form is None and not self._asked.tools.must_call:
+        if self._form is None and not self._asked.tools.must_call:
             return self.params
         prompt_end = await self._prompt_end() if self._parsing.reasons else ""
         try:
-            bounds = self._parsing.structured_outputs(self._asked.form, prompt_end)
+            bounds = self._parsing.structured_outputs(self._form, prompt_end)
             return replace(self.params, structured_outputs=bounds)
         except InvalidRequestError as error:
             raise name_field(error, self._form_field) from error
@@ -140,7 +142,7 @@ class ChatGeneration:
     @property
     def _form_field(self) -> str:
         """The client's field that requires structured outputs."""
-        return "tools" if self._asked.form is None else self._asked.form.field
+        return "tools" if self._form is None else self._form.field
 
     async def _prompt_end(self) -> str:
         job = RenderChat(self._conversation_json(), PROMPT_END_CHARS, self._asked.chat_template)

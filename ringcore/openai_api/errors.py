@@ -45,6 +45,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] | None = None  # of Anthropic's form alone
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
@@ -103,7 +104,8 @@ def api_error_of(error: Exception) -> ApiError:
         case ApiError():
             return error
         case InvalidRequestError():
-            return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=error.details.get("field"))
+            field_, code = error.details.get("field"), error.details.get("code")
+            return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=field_, code=code)
         case UnknownOptionError():
             return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=error.details.get("option"))
         case SleepingError():

@@ -17,6 +17,7 @@ __all__ = [
     "ChatCompletionRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "ReasoningEffort",
     "SamplingRequest",
     "StreamOptions",
     "TokenizeRequest",
@@ -25,7 +26,7 @@ __all__ = [
 TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # report only the first of many wrong ids
 Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
 _SAMPLING_PARAMS = {f.name for f in fields(SamplingParams)} - {"structured_outputs"}
-_ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(BaseModel):
@@ -170,7 +171,7 @@ class ChatCompletionRequest(SamplingRequest):
     tools: list[Tool] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
-    reasoning_effort: _ReasoningEffort | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     def request_tools(self) -> RequestTools:
         return request_tools(self.tools, self.tool_choice)

@@ -72,6 +72,11 @@ class TextForm:
     field: str
     params: StructuredOutputsParams
 
+    @property
+    def is_of_text(self) -> bool:
+        """Whether it is of an answer's text, as OpenAI's fields, and calls are free of it; vLLM's are of any answer."""
+        return not self.field.startswith(("structured_outputs", "guided_"))
+
     @classmethod
     def of(
         cls,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fake_engine import EOS, FakeWorker, make_model_folder
+from fake_engine import EOS, FakeWorker, make_model_folder, next_token
 from running_service import RunningService, served
 from tokenizers import AddedToken, Tokenizer
 
@@ -46,6 +46,8 @@ class EchoWorker(FakeWorker):
 
 
 def _next_token(tokens: list[int], request) -> int:
+    if SAY_ID not in tokens:  # a prompt without a template
+        return next_token(tokens)
     told = tokens[tokens.index(SAY_ID) + 1 : tokens.index(SAID_ID)]
     alternatives = [[]]
     for token in told:

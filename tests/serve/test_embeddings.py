@@ -70,6 +70,8 @@ def test_a_ranking(service):
     results = http.post(f"{service.url}/v1/rerank", json=body).json()["results"]
     assert [(one["index"], one["document"]["text"]) for one in results] == [(1, "aab"), (2, "abb"), (0, "ccc")]
     assert results[0]["relevance_score"] == pytest.approx(1)
+    scored = http.post(f"{service.url}/v1/rerank", json=body | {"return_documents": False}).json()["results"]
+    assert scored == [{name: one[name] for name in ("index", "relevance_score")} for one in results]
     top = http.post(f"{service.url}/v1/rerank", json=body | {"top_n": 2}).json()["results"]
     assert top == results[:2]
 

@@ -140,6 +140,13 @@ def test_an_answer_or_calls(qwen, said):
     assert "get_weather" in grammar
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_format_says_nothing_of_forced_calls(qwen, choice):
+    options = {"tools": [WEATHER], "tool_choice": choice, "response_format": {"type": "json_object"}}
+    assert ask(qwen, CALL, **options).read_calls == [("get_weather", ARGUMENTS)]
+    assert grammar_of(qwen, CALL, **options) == grammar_of(qwen, CALL, tools=[WEATHER], tool_choice=choice)
+
+
 def _body(**fields):
     return {"messages": [{"role": "user", "content": "a"}], "tools": [WEATHER]} | fields
 
@@ -147,7 +154,7 @@ def _body(**fields):
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        (_body(tool_choice="required", response_format={"type": "json_object"}), "response_format", "tool_choice"),
+        (_body(tool_choice="required", guided_json={}), "guided_json", "tool_choice"),
         (_body(tool_choice=NAMED, structured_outputs={"regex": "a"}), "structured_outputs", "tool_choice"),
         (_body(tool_choice="required", min_tokens=1), "min_tokens", "structured_outputs"),
         (

@@ -89,7 +89,7 @@ def add(block: dict, delta: dict) -> None:
 
 
 def text(said: str) -> dict:
-    return {"type": "text", "text": said, "citations": None}
+    return {"type": "text", "text": said}
 
 
 def call_of(block: dict) -> tuple:
@@ -233,7 +233,8 @@ def user(*blocks):
         ({"tool_choice": {"type": "any"}}, "tool_choice: "),
         ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [TOOL]}, "tool_choice: no tool has the name 'f'"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format: "),
-        ({"output_config": {"effort": "max"}}, "output_config: "),
+        ({"output_config": {"effort": "most"}}, "output_config: "),
+        ({"thread": {"type": "create"}}, "thread: "),
         ({"mcp_servers": []}, "mcp_servers: "),
     ],
 )
@@ -243,6 +244,12 @@ def test_what_is_wrong_is_a_400_that_names_the_field(service, fields, says):
     error = answer.json()
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert says in error["error"]["message"]
+
+
+def test_tool_runners_learn_that_there_are_no_threads(service):
+    error = post(service, **asked("a", thread={"type": "create"})).json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert ask(service, "a", thread=None, output_config={"effort": "max"})["content"] == [text("a")]
 
 
 @pytest.mark.parametrize(

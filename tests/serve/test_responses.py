@@ -199,6 +199,25 @@ def test_a_stored_conversation_goes_on(client, service, stream):
         assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
+def test_stored_items_are_referred_to(client, service):
+    first = ask(client, f"<think>hm</think>Look.{CALL}", tools=[TOOL])
+    references = [{"type": "item_reference", "id": one.id} for one in first.output]
+    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "rain"}
+    items = [{"role": "user", "content": "a"}, *references, result, {"role": "user", "content": "x"}]
+    assert prompt_of(service, client, items) == "user:a;assistant:(hm)Look.get_weather(Zürich);tool:rain;user:x;"
+    with pytest.raises(openai.BadRequestError, match="once"):
+        ask(client, [*references, references[0]])
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="send the item itself"):
+        ask(client, items)
+
+
+def test_every_effort_and_verbosity(client, service):
+    for effort in ("minimal", "xhigh"):
+        got = ask(client, "x", reasoning={"effort": effort}, text={"verbosity": "low"})
+        assert (got.output_text, got.reasoning.effort, got.text.verbosity) == ("x", effort, "low")
+
+
 def test_what_is_stored_is_bounded(client, service):
     kept, *others = [ask(client, f"{i}") for i in range(MAX_STORED)]
     client.responses.retrieve(kept.id)  # it is used, and so the second one is the oldest
@@ -214,19 +233,22 @@ def test_what_is_stored_is_bounded(client, service):
 
 
 def stored(name: str, size: int) -> StoredResponse:
-    return StoredResponse({"id": name}, [{"text": "x" * size}])
+    return StoredResponse({"id": name, "output": [{"id": f"item of {name}"}]}, [{"text": "x" * size}])
 
 
 def test_the_bound_of_bytes():
     store = ResponseStore(max_responses=10, max_bytes=1000)
     for name in "abc":
-        store.put(stored(name, 250))
+        store.put(stored(name, 200))
     assert (len(store), store.num_bytes <= 1000) == (3, True)
     store.put(stored("too large", 1000))
     assert len(store) == 3
     store.get("a")
-    store.put(stored("d", 600))
+    store.put(stored("d", 500))
     assert [name for name in "abcd" if _has(store, name)] == ["a", "d"]
+    assert store.get_item("item of d", "input") == {"id": "item of d"}
+    with pytest.raises(ApiError):
+        store.get_item("item of b", "input")
     store.delete("a")
     store.delete("d")
     assert (len(store), store.num_bytes) == (0, 0)
@@ -251,7 +273,8 @@ def item(**fields):
     [
         ({"input": None}, "input", "string"),
         ({"input": []}, "input", "at least 1"),
-        (item(type="item_reference", id="a"), "input[1].type", "'item_reference'"),
+        (item(type="computer_call", id="a"), "input[1].type", "'item_reference'"),
+        (item(type="item_reference"), "input[1].id", "string"),
         (item(role="tool", content="a"), "input[1].role", "'developer'"),
         (item(role="user"), "input[1].content", "give a string"),
         (item(role="user", content=[{"type": "input_image"}]), "input[1].content[0]", "'input_image'"),
@@ -269,7 +292,7 @@ def item(**fields):
         ({"tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type", "object"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "'required'"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}}}}, "text.format", "schema"),
-        ({"reasoning": {"effort": "xhigh"}}, "reasoning", "'high'"),
+        ({"reasoning": {"effort": "most"}}, "reasoning", "'high'"),
         ({"moderation": {}}, "moderation", "not permitted"),
         ({"input": "x" * 5000}, "input", "max_model_len"),
         ({"tools": [TOOL | {"parameters": {"a": "\ud800"}}], "tool_choice": "none"}, "tools", "JSON"),

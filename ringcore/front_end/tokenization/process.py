@@ -95,12 +95,16 @@ def _encoded(tokenizer: Tokenizer, token_ids: list[int], job: Encode | EncodeCha
 
 
 def too_long(num_tokens: int | str, max_model_len: int) -> InvalidRequestError:
-    """The error of a prompt that leaves no room for an output token."""
+    """The error of a prompt that leaves no room for an output token.
+
+    Clients know it by its code, or by "prompt is too long".
+    """
     longest = max_model_len - 1
     return InvalidRequestError(
-        f"the prompt has {num_tokens} tokens and max_model_len is {max_model_len}; "
+        f"the prompt is too long: it has {num_tokens} tokens and max_model_len is {max_model_len}; "
         f"shorten it to {longest} tokens or raise max_model_len",
         field="prompt",
         value=num_tokens,
         max_model_len=max_model_len,
+        code="context_length_exceeded",
     )

@@ -131,13 +131,11 @@ class Ranking(_PooledPrompts):
     async def whole(self) -> RerankResponse:
         query, *documents = await self.embed()
         scores = np.stack(documents) @ query
-        best = np.argsort(-scores, kind="stable")[: self._body.top_n]
-        results = [
-            RankedDocument(
-                index=i, document=DocumentText(text=self._body.documents[i]), relevance_score=float(scores[i])
-            )
-            for i in best.tolist()
-        ]
+        best = np.argsort(-scores, kind="stable")[: self._body.top_n].tolist()
+        results = [RankedDocument(index=i, relevance_score=float(scores[i])) for i in best]
+        if self._body.return_documents:
+            for one in results:
+                one["document"] = DocumentText(text=self._body.documents[one["index"]])
         return RerankResponse(id=self.answer.id, model=self.answer.model, results=results, usage=self.usage())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 from typing_extensions import TypedDict  # pydantic needs this one, before Python 3.12
@@ -50,6 +50,7 @@ class RerankRequest(PoolingRequest):
     query: StrictStr
     documents: Annotated[Strings, Field(min_length=1)]
     top_n: Annotated[StrictInt, Field(ge=1)] | None = None
+    return_documents: StrictBool = True
 
 
 class PromptUsage(TypedDict):
@@ -91,7 +92,7 @@ class DocumentText(TypedDict):
 
 class RankedDocument(TypedDict):
     index: int  # among the request's documents
-    document: DocumentText
+    document: NotRequired[DocumentText]
     relevance_score: float
 
 

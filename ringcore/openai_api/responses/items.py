@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import dropwhile
 from typing import Any
 
@@ -20,11 +20,13 @@ class ItemMessages:
     The reasoning, texts and calls of the assistant's turn are one message, as chat templates expect; reasoning begins
     a new one. Messages hold texts alone.
 
-    earlier: the messages before them, which become this object's.
+    earlier: the messages before them, which become this object's. stored_item: the output item of an id that a field
+    refers to.
     """
 
-    def __init__(self, earlier: list[_Message]) -> None:
-        self.messages = earlier
+    def __init__(self, earlier: list[_Message], stored_item: Callable[[str, str], dict[str, Any]]) -> None:
+        self.messages, self._stored_item = earlier, stored_item
+        self._referenced = set[str]()
 
     def instructed(self, instructions: str | None) -> list[_Message]:
         """After these instructions, which are one message with the system messages at the beginning."""
@@ -50,8 +52,10 @@ class ItemMessages:
                 self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
             case "reasoning":
                 self._reasoning(where, item)
+            case "item_reference":
+                self._reference(where, item)
             case kind:
-                served = "'message', 'function_call', 'function_call_output' or 'reasoning'"
+                served = "'message', 'function_call', 'function_call_output', 'reasoning' or 'item_reference'"
                 raise _bad(f"{where}.type", f"items of type {str(kind)[:80]!r} are not served here; give {served}")
 
     def _message(self, where: str, item: dict[str, Any]) -> None:
@@ -89,6 +93,13 @@ class ItemMessages:
         text = _text(f"{where}.content", said, *kinds)
         if text:
             self.messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+
+    def _reference(self, where: str, item: dict[str, Any]) -> None:
+        item_id = _string(where, item, "id")
+        if item_id in self._referenced:  # the input would be larger than the store that has the items
+            raise _bad(f"{where}.id", "the item is part of the input already; refer to it once")
+        self._referenced.add(item_id)
+        self._add(where, self._stored_item(item_id, f"{where}.id"))
 
     def _assistant(self) -> _Message:
         """The message of the assistant's turn."""

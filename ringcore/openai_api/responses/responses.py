@@ -57,7 +57,7 @@ class Responses:
     ) -> None:
         self._body, self._store, self._seed = body, store, seed
         self._answer = Answer.of("resp", model.name(body.model), answer_id or f"resp_{uuid4().hex}")
-        self._messages = ItemMessages(self._earlier_messages())
+        self._messages = ItemMessages(self._earlier_messages(), store.get_item)
         self._messages.add("input", body.items())
         with fields_named(_NAMES):
             self._generation = ChatGeneration(model, self._conversation(model.sampling_defaults))

@@ -18,6 +18,7 @@ from pydantic import (
 
 from ringcore.errors import InvalidRequestError
 from ringcore.openai_api.conversations import RequestTools, ToolName, choose_tools, function_tool
+from ringcore.openai_api.schema import ReasoningEffort
 from ringcore.openai_api.structured import JsonObjectFormat, JsonSchema, TextForm, TextFormat
 from ringcore.params.field_checks import MAX_COUNT
 
@@ -40,6 +41,7 @@ _ITEM = {
         _object({"role": {"const": "assistant"}, "content": _texts("output_text")}),
         _object({"type": {"const": "function_call"}, "call_id": _STRING, "name": _STRING, "arguments": _STRING}),
         _object({"type": {"const": "function_call_output"}, "call_id": _STRING, "output": _texts("input_text")}),
+        _object({"type": {"const": "item_reference"}, "id": _STRING}),
     ]
 }
 # `ItemMessages` validates this schema, with errors that name the path within an item.
@@ -78,7 +80,7 @@ class Reasoning(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    effort: Literal["none", "low", "medium", "high"] | None = None
+    effort: ReasoningEffort | None = None
     summary: StrictStr | None = None
     generate_summary: StrictStr | None = None
 
@@ -91,7 +93,7 @@ class TextConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Annotated[Literal["medium"] | None, _only("medium")] = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # no effect
 
 
 class StreamOptions(BaseModel):
