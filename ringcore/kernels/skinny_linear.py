@@ -14,7 +14,6 @@ import triton
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
 from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.round_rows import RoundedRows, RowNorm
-from ringcore.kernels.rounded_fma import rounded_fma_kernel
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
 from ringcore.kernels.weight_tiles import tile_arguments
@@ -31,7 +30,6 @@ Activation = Literal["silu", "gelu_tanh"]
 
 _MIN_BLOCK_OUTPUTS = 16
 _MAX_ROW_BLOCKS = 4
-FMA_GROUP = 128  # inputs that `rounded_fma_kernel` sums at a time, where neither a weight nor a row has groups
 
 
 def new_split_k_counters(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
@@ -48,7 +46,6 @@ def skinny_linear(
     *,
     bias: torch.Tensor | None = None,
     norm: RowNorm | None = None,
-    row_group: int | None = None,
     activation: Activation | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -61,8 +58,6 @@ def skinny_linear(
     `DotConfig`, or any number without splits. Rounded rows are for an FP8 weight whose rows are contiguous, and a
     `DotConfig` with a block_inputs that divides both's groups: FP8 is multiplied by FP8.
     norm: prologue, of each row of x, which may then be float32; the normalised row is not rounded before the product.
-    row_group: prologue of an `FmaConfig` and an FP8 weight, after the norm: rows are rounded to FP8, with a scale for
-    each row_group inputs: the weight's group, or num_inputs.
     activation: epilogue; the weight's first half is a gate: the result is activation(first half) * second half.
     add_to: epilogue; [n, num_outputs], also float32; the result is added to it, in place, and rounded once, as the sum.
     out: [n, num_outputs] of the weight's dtype, or float32, instead of add_to; num_outputs is num_weights, or half of
@@ -97,10 +92,7 @@ def skinny_linear(
         **launch_options(supports_pdl(rows.device)),
     }
     bias = rows if bias is None else bias
-    if row_group is not None:
-        assert isinstance(config, FmaConfig), config
-        _launch_rounded_fma(rows, weight, bias, out, norm, row_group, config, options)
-    elif isinstance(config, FmaConfig):
+    if isinstance(config, FmaConfig):
         assert isinstance(x, torch.Tensor), "rounded rows are for a DotConfig"
         assert not isinstance(weight, PackedWeight) or weight.numbers.bytes >= 1, "4-bit weights are for a DotConfig"
         _launch_fma(x, weight, bias, out, norm, config, options)
@@ -141,54 +133,6 @@ def _launch_fma(
         has_norm=norm is not None,
         pdl=pdl if supports_pdl(x.device) else 0,
         **tile_arguments(weight),
-        **options,
-    )
-
-
-def _launch_rounded_fma(
-    x: torch.Tensor,
-    weight: torch.Tensor | PackedWeight,
-    bias: torch.Tensor,
-    out: torch.Tensor,
-    norm: RowNorm | None,
-    row_group: int,
-    config: FmaConfig,
-    options: dict[str, Any],
-) -> None:
-    num_rows, num_inputs = x.shape
-    num_outputs = out.shape[1]
-    assert num_rows in (1, 2, 3, 4), num_rows
-    assert isinstance(weight, PackedWeight), "rounded rows are for a quantized weight"
-    assert (weight.form, weight.row_stride, weight.group_offset) == (BYTES_FP8, num_inputs, 0), weight
-    has_one_scale, by_row = weight.scales.shape[1] == 1, row_group == num_inputs
-    group = row_group if has_one_scale else weight.group_size
-    group = FMA_GROUP if has_one_scale and by_row else group
-    assert num_inputs % group == 0, (num_inputs, group)
-    assert by_row or row_group == group, (row_group, group)
-    assert config.block_inputs % group == 0, (config, group)
-    gain, eps = (x, 0.0) if norm is None else norm
-    pdl = TRIGGER_LATE if config.trigger_late else TRIGGER_FIRST
-    rounded_fma_kernel[(triton.cdiv(num_outputs, config.block_outputs),)](
-        x=x,
-        weight=weight.codes.view(torch.float8_e4m3fn),
-        scales=weight.scales,
-        row_stride=weight.scales.stride(0),
-        group_stride=weight.scales.stride(1),
-        gain=gain,
-        bias=bias,
-        out=out,
-        num_outputs=num_outputs,
-        eps=eps,
-        num_rows=num_rows,
-        block_rows=triton.next_power_of_2(num_rows),
-        num_inputs=num_inputs,
-        group=group,
-        block_groups=config.block_inputs // group,
-        block_outputs=config.block_outputs,
-        has_one_scale=has_one_scale,
-        by_row=by_row,
-        has_norm=norm is not None,
-        pdl=pdl if supports_pdl(x.device) else 0,
         **options,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from http import HTTPStatus
 
-from ringcore.serve.limits import MONITORING_PATHS
+from ringcore.serve.access import MONITORING_PATHS
 
 __all__ = ["leave_out_polls"]
 

@@ -1,5 +1,4 @@
-"""FP8 weights times rows that are rounded to FP8, on a GPU: up to 4 rows by one kernel, more after a kernel that rounds
-them, many by cuBLAS."""
+"""FP8 weights times rows that a kernel rounds to FP8 first, on a GPU: few rows by a kernel, many by cuBLAS."""
 
 from __future__ import annotations
 
@@ -33,14 +32,14 @@ class RoundedProduct(Product):
         derived: Derived,
     ) -> None:
         """row_group: inputs that share a scale of a row. scaled: of many rows, where there is one."""
-        from ringcore.kernels import round_rows, skinny_configs, skinny_linear, skinny_tiles
+        from ringcore.kernels import round_rows, skinny_configs, skinny_linear
 
         self._weight, self._bias, self._row_group, self._scaled, self._derived = (
             *(weight, bias, row_group, scaled, derived),
         )
         self._min_scaled = None if scaled is None else scaled.MIN_ROWS
         self._counters = skinny_linear.new_split_k_counters(weight)
-        self._choose, self._fma = skinny_configs.choose_rounded, skinny_tiles.FmaConfig
+        self._choose = skinny_configs.choose_rounded
         self._round, self._row_norm = round_rows.round_rows, round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
 
@@ -91,25 +90,27 @@ class RoundedProduct(Product):
         num_weights, num_inputs = self._weight.shape
         group, dtype = self._row_group, self._weight.dtype
         if self._is_many(len(x)):
-            assert self._scaled is not None
-            rounded = self._round(x, group, norm, dtype, by_group=self._scaled.has_blocks)
-            product = self._scaled(rounded.codes, rounded.scales, dtype)
-            product = product if self._bias is None else product.add_(self._bias)
+            product = self._by_cublas(x, norm)
             return product if out is None else out.copy_(product)
         num_outputs = num_weights if activation is None else num_weights // 2
         config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None)
         if config is None:
             return x.new_empty(0, num_outputs, dtype=dtype) if out is None else out
-        in_kernel = isinstance(config, self._fma)
         return self._skinny(
-            x if in_kernel else self._round(x, group, norm, dtype),
+            self._round(x, group, norm, dtype),
             self._weight,
             config,
-            norm=norm if in_kernel else None,
-            row_group=group if in_kernel else None,
             bias=self._bias,
             activation=activation,
             add_to=out if adds else None,
             out=None if adds else out,
             counters=self._counters,
         )
+
+    def _by_cublas(self, x: torch.Tensor, norm: RowNorm | None) -> torch.Tensor:
+        assert self._scaled is not None
+        padding = -len(x) % self._scaled.ROWS if self._scaled.has_blocks else 0
+        rows = torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
+        rounded = self._round(rows, self._row_group, norm, self._weight.dtype, by_group=self._scaled.has_blocks)
+        product = self._scaled(rounded.codes, rounded.scales, self._weight.dtype)[: len(x)]
+        return product if self._bias is None else product.add_(self._bias)

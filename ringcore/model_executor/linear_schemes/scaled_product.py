@@ -22,6 +22,7 @@ class ScaledProduct:
     """Of inputs with a scale for each row, by weights with one for each output; or of inputs with one for each `BLOCK`
     of a row, by weights with one for each block."""
 
+    ROWS = 16  # cuBLAS takes multiples of it where there are blocks
     MIN_ROWS = 65  # fewer are bound by reading the weights, which the kernels do
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
