@@ -57,8 +57,8 @@ def choose_packed(
 ) -> Config | None:
     """As `choose`, of a quantized weight, for any number of rows; None: there are none.
 
-    4-bit weights are for tensor cores also with few rows: these take a third of the instructions. On no GPU was any of
-    this measured: bytes by the rules of dense weights, 4 bits by the model of times with their bytes and instructions.
+    4-bit weights are for tensor cores also with few rows: these take a third of the instructions. No tile was measured:
+    bytes by the rules of dense weights, 4 bits by the model of times with their bytes and instructions.
     """
     if num_rows < 1:
         return None
