@@ -52,19 +52,19 @@ def test_turns_and_their_metrics(model_folder, without):
         step_metrics=core.step_metrics,
     )
     prompts = SimpleNamespace(num_jobs=0, num_refused=0)
-    text = generate_latest(make_registry([ObservedEngine({}, source, RequestLog())], prompts, "m")).decode()
+    text = generate_latest(make_registry([ObservedEngine(source, RequestLog())], prompts, "m")).decode()
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(lines['vllm:external_prefix_cache_hits_total{model_name="m"}']) == found.num_hit_tokens
-    assert float(lines['ringcore:stored_kv_saved_bytes_total{model_name="m"}']) == found.saved_bytes
-    assert float(lines['ringcore:stored_kv_loaded_bytes_total{model_name="m"}']) == found.loaded_bytes
-    assert float(lines['ringcore:stored_kv_blocks{model_name="m"}']) == found.num_blocks
-    assert 'ringcore:stored_kv_failed_blocks_total{model_name="m"}' in lines
-    assert 'ringcore:stored_kv_load_seconds_total{model_name="m"}' in lines
+    assert float(lines['vllm:external_prefix_cache_hits_total{engine="0",model_name="m"}']) == found.num_hit_tokens
+    assert float(lines['ringcore:stored_kv_saved_bytes_total{engine="0",model_name="m"}']) == found.saved_bytes
+    assert float(lines['ringcore:stored_kv_loaded_bytes_total{engine="0",model_name="m"}']) == found.loaded_bytes
+    assert float(lines['ringcore:stored_kv_blocks{engine="0",model_name="m"}']) == found.num_blocks
+    assert 'ringcore:stored_kv_failed_blocks_total{engine="0",model_name="m"}' in lines
+    assert 'ringcore:stored_kv_load_seconds_total{engine="0",model_name="m"}' in lines
     for level in ("memory", "directory"):
-        assert f'ringcore:stored_kv_level_loaded_bytes_total{{level="{level}",model_name="m"}}' in lines
-    assert lines['ringcore:stored_kv_lost_directories{model_name="m"}'] == "0.0"
-    assert lines['ringcore:stored_kv_unwritten_blocks_total{model_name="m"}'] == "0.0"
-    assert lines['ringcore:stored_kv_broken_files_total{model_name="m"}'] == "0.0"
+        assert f'ringcore:stored_kv_level_loaded_bytes_total{{engine="0",level="{level}",model_name="m"}}' in lines
+    assert lines['ringcore:stored_kv_lost_directories{engine="0",model_name="m"}'] == "0.0"
+    assert lines['ringcore:stored_kv_unwritten_blocks_total{engine="0",model_name="m"}'] == "0.0"
+    assert lines['ringcore:stored_kv_broken_files_total{engine="0",model_name="m"}'] == "0.0"
     assert make_core(make_config(model_folder, **OPTIONS)).step_metrics().stored_kv is None
 
 
