@@ -21,7 +21,7 @@ __all__ = ["RoundedProduct"]
 
 
 class RoundedProduct(Product):
-    """The norm before it is not rounded to 16 bits."""
+    """A norm before it is computed in float32 with the rounding, and not rounded to 16 bits between them."""
 
     def __init__(
         self,
@@ -34,9 +34,8 @@ class RoundedProduct(Product):
         """row_group: inputs that share a scale of a row. scaled: of many rows, where there is one."""
         from ringcore.kernels import round_rows, skinny_configs, skinny_linear
 
-        self._weight, self._bias, self._row_group, self._scaled, self._derived = (
-            *(weight, bias, row_group, scaled, derived),
-        )
+        self._weight, self._bias, self._derived = weight, bias, derived
+        self._row_group, self._scaled = row_group, scaled
         self._min_scaled = None if scaled is None else scaled.MIN_ROWS
         self._counters = skinny_linear.new_split_k_counters(weight)
         self._choose = skinny_configs.choose_rounded
