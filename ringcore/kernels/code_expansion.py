@@ -14,7 +14,23 @@ import triton.language as tl
 from triton import knobs
 from triton.language.target_info import cuda_capability_geq
 
-__all__ = ["e2m1_quad", "fp8_numbers", "has_packed_math", "integer_quad", "scaled", "wide_e2m1_quad", "wide_integers"]
+__all__ = [
+    "FP8_SHIFT",
+    "RAISED",
+    "e2m1_quad",
+    "fp8_numbers",
+    "has_packed_math",
+    "integer_quad",
+    "raised_quad",
+    "scaled",
+    "shifted_fp8_quad",
+    "wide_e2m1_quad",
+    "wide_integer_quad",
+    "wide_integers",
+]
+
+FP8_SHIFT = tl.constexpr(256.0)  # of `shifted_fp8_quad`
+RAISED = tl.constexpr(1024)  # of `raised_quad`
 
 _FOUR_OF_ONE = tl.constexpr("=&r,=&r,=&r,=&r,r")
 _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
@@ -101,6 +117,39 @@ def integer_quad(words, zeros, dtype: tl.constexpr, zero: tl.constexpr):
     return a, b, c, d
 
 
+@triton.constexpr_function
+def _raised():
+    """Of two words $8: their nibbles plus 1024 as float32s, those of a word after those of the other."""
+    lines = ["{ .reg .b32 moved, pair; .reg .f16 first, second;"]
+    for i in range(4):
+        source = "$8" if i == 0 else "moved"
+        if i > 0:
+            lines.append(f"shr.u32 moved, $8, {4 * i};")
+        lines.append(f"lop3.b32 pair, {source}, 0x000f000f, 0x64006400, 0xea; mov.b32 {{first, second}}, pair;")
+        lines.append(f"cvt.f32.f16 ${2 * i}, first; cvt.f32.f16 ${2 * i + 1}, second;")
+    return "\n".join([*lines, "}"])
+
+
+_EIGHT_OF_ONE = tl.constexpr("=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r")
+
+
+@triton.jit
+def raised_quad(words):
+    """words: [n, m] int16 -> the numbers of their nibbles from the lowest on, plus `RAISED`: four [n, m] float32."""
+    if has_packed_math():
+        a, b, c, d = tl.inline_asm_elementwise(
+            _raised(), _EIGHT_OF_ONE, [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 2
+        )
+    else:
+        # float32s with the exponent of 1024: its bits of 1 and up are 13 and up.
+        wide = words.to(tl.int32)
+        a = (((wide << 13) & 0x1E000) | 0x44800000).to(tl.float32, bitcast=True)
+        b = (((wide << 9) & 0x1E000) | 0x44800000).to(tl.float32, bitcast=True)
+        c = (((wide << 5) & 0x1E000) | 0x44800000).to(tl.float32, bitcast=True)
+        d = (((wide << 1) & 0x1E000) | 0x44800000).to(tl.float32, bitcast=True)
+    return a, b, c, d
+
+
 @triton.jit
 def e2m1_quad(words):
     """words: [n, m] int16 -> the numbers of their nibbles from the lowest on, times 2^-126: four [n, m] bfloat16. Needs
@@ -136,10 +185,55 @@ def scaled(numbers, scales):
 @triton.jit
 def wide_integers(codes, is_signed: tl.constexpr):
     """codes: [n, m] uint8, of signed or unsigned integers -> [n, m] float32."""
-    # float32s with the exponent of 2^23.
+    return _wide_integer(codes.to(tl.int32), is_signed)
+
+
+@triton.jit
+def _wide_integer(bytes, is_signed: tl.constexpr):
+    """By float32s with the exponent of 2^23."""
     sign: tl.constexpr = 128 if is_signed else 0
-    wide = (codes ^ sign).to(tl.int32) | 0x4B000000
-    return wide.to(tl.float32, bitcast=True) - (8388608.0 + sign)
+    return ((bytes ^ sign) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + sign)
+
+
+_SHIFTED = tl.constexpr(
+    """{ .reg .b32 low, high, sign; .reg .f16 a, b, c, d;
+    shr.u32 high, $4, 1; and.b32 sign, $4, 0x80008000; lop3.b32 high, high, 0x3f803f80, sign, 0xea;
+    shl.b32 low, $4, 7; and.b32 low, low, 0x3f803f80; shl.b32 sign, $4, 8; lop3.b32 low, sign, 0x80008000, low, 0xea;
+    mov.b32 {a, c}, low; mov.b32 {b, d}, high;
+    cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"""
+)
+
+
+@triton.jit
+def shifted_fp8_quad(words):
+    """words: [n, m] int32, of four codes of float8_e4m3fn -> these from the lowest on, over `FP8_SHIFT`: four [n, m]
+    float32. The bits of a code are those of a float16 with a smaller exponent, so that only float16s are converted,
+    which is as fast as an addition."""
+    if has_packed_math():
+        a, b, c, d = tl.inline_asm_elementwise(
+            _SHIFTED, "=&f,=&f,=&f,=&f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1
+        )
+    else:
+        a, b = _half_of_fp8(words & 0xFF).to(tl.float32), _half_of_fp8((words >> 8) & 0xFF).to(tl.float32)
+        c, d = _half_of_fp8((words >> 16) & 0xFF).to(tl.float32), _half_of_fp8((words >> 24) & 0xFF).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
+def wide_integer_quad(words, is_signed: tl.constexpr):
+    """words: [n, m] int32, of four signed or unsigned bytes -> these from the lowest on: four [n, m] float32."""
+    return (
+        _wide_integer(words & 0xFF, is_signed),
+        _wide_integer((words >> 8) & 0xFF, is_signed),
+        _wide_integer((words >> 16) & 0xFF, is_signed),
+        _wide_integer((words >> 24) & 0xFF, is_signed),
+    )
+
+
+@triton.jit
+def _half_of_fp8(codes):
+    wide = codes.to(tl.int16)
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -148,8 +242,5 @@ def fp8_numbers(codes):
     if has_packed_math():
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
-        # The bits of a float16 with a smaller exponent.
-        wide = codes.to(tl.int16)
-        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        numbers = _half_of_fp8(codes).to(tl.float32) * 256.0
     return numbers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,12 +14,15 @@ __all__ = [
     "BYTES_FP8",
     "BYTES_INT8",
     "BYTES_UINT8",
+    "BYTE_CHUNK",
     "DENSE",
     "NIBBLES",
     "NIBBLES_E2M1",
+    "NIBBLE_CHUNK",
     "PackedWeight",
 ]
 
+BYTE_CHUNK, NIBBLE_CHUNK = 16, 32  # inputs of 16 bytes of codes
 DENSE, BYTES_FP8, BYTES_INT8, BYTES_UINT8, NIBBLES, NIBBLES_E2M1 = range(6)
 
 
@@ -57,6 +60,24 @@ class PackedWeight:
     def numbers(self) -> Numbers:
         return {NIBBLES: NIBBLE_NUMBERS, NIBBLES_E2M1: E2M1_NUMBERS}.get(self.form, BYTE_NUMBERS)
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether `packed_fma_kernel` multiplies it: words of four codes, each chunk of words in one group."""
+        is_nibbles = self.form == NIBBLES
+        chunk = NIBBLE_CHUNK if is_nibbles else BYTE_CHUNK
+        are_words = is_nibbles or (
+            self.shape[1] % 4 == 0 and self.row_stride % 4 == 0 and self.codes.data_ptr() % 4 == 0
+        )
+        in_groups = self.scales.shape[1] == 1 or (self.group_size % chunk == 0 and self.group_offset % chunk == 0)
+        return self.form != NIBBLES_E2M1 and self.index is None and are_words and in_groups
+
+    def as_words(self) -> PackedWeight:
+        """Of words of four codes, where it `has_chunks`."""
+        if self.form == NIBBLES:
+            return self
+        return replace(self, codes=self.codes.view(torch.int32), row_stride=self.row_stride // 4)
+
     def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
         """As `skinny_configs.choose`."""
-        return choose_packed(num_outputs, num_inputs, num_rows, self.numbers, is_gated=is_gated)
+        by_fma = num_rows == 1 and self.has_chunks
+        return choose_packed(num_outputs, num_inputs, num_rows, self.numbers, is_gated=is_gated, by_fma=by_fma)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 
 from ringcore.kernels.skinny_measured import MEASURED
-from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
 from ringcore.kernels.skinny_times import BYTE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, NUM_SMS, Numbers, fastest_dot
 
 __all__ = ["MAX_ROWS", "choose", "choose_packed", "choose_rounded", "choose_split_k", "many_packed"]
@@ -31,6 +31,8 @@ _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 ro
 _ROUNDED_ROWS = 64  # few rows of FP8 times FP8
 _ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
 _ROUNDED_PROGRAMS = 2 * NUM_SMS
+_ROUNDED_FMA_INPUTS = 8192
+_NIBBLE_PROGRAMS = 2 * NUM_SMS
 
 _MANY_PACKED = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
 _MANY_NIBBLES = DotConfig(128, 128, 8, 3, 1, prefetched_inputs=0, block_rows=128)
@@ -53,22 +55,57 @@ def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool =
 
 @functools.cache
 def choose_packed(
-    num_outputs: int, num_inputs: int, num_rows: int, numbers: Numbers = BYTE_NUMBERS, *, is_gated: bool = False
+    num_outputs: int,
+    num_inputs: int,
+    num_rows: int,
+    numbers: Numbers = BYTE_NUMBERS,
+    *,
+    is_gated: bool = False,
+    by_fma: bool = False,
 ) -> Config | None:
-    """As `choose`, of a quantized weight, for any number of rows; None: there are none.
+    """As `choose`, of a quantized weight, for any number of rows; None: there are none. by_fma: one row, of a weight
+    that `packed_fma_kernel` multiplies.
 
-    4-bit weights are for tensor cores also with few rows: these take a third of the instructions. No tile was measured:
-    bytes by the rules of dense weights, 4 bits by the model of times with their bytes and instructions.
+    Microseconds on an H200 with the norm, 4-bit weights in groups of 128, one row by FMA, and by tensor cores:
+
+        | outputs x inputs  | bytes | FMA  | 1 row | 8    | 32   |
+        | 6,144 x 4,096     | 2.8   | 7.7  | 12.9  | 12.7 | 15.7 |
+        | 4,096 x 4,096     | 1.9   | 5.4  | 10.0  | 10.1 | 12.1 |
+        | 2 x 12,288, gated | 11.4  | 24.0 | 27.1  | 28.2 | 41.9 |
+        | 4,096 x 12,288    | 5.7   | 12.9 | 20.5  | 22.4 | 26.7 |
+
+    Tiles of bytes and of e2m1 for tensor cores were not measured: they are those of the model of times.
     """
     if num_rows < 1:
         return None
-    if num_rows <= _MAX_FMA_ROWS and numbers == BYTE_NUMBERS:
-        end = next(end for end in _RANGES if num_rows <= end)
-        return _fma_by_rule(num_outputs, num_inputs, is_gated, end)
+    if by_fma:
+        return _packed_fma(num_inputs, is_gated)
     num_weights = num_outputs * (2 if is_gated else 1)
-    if num_rows <= _MAX_DOT_ROWS:
-        return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
-    return many_packed(numbers)
+    if num_rows > _MAX_DOT_ROWS:
+        return many_packed(numbers)
+    if numbers == NIBBLE_NUMBERS:
+        return _nibble_dot(num_weights, num_inputs, num_rows)
+    return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
+
+
+def _packed_fma(num_inputs: int, is_gated: bool) -> PackedFmaConfig:
+    block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
+    if is_gated:
+        return PackedFmaConfig(2, block_inputs, 2, 6 * NUM_SMS)
+    many = num_inputs > 2 * block_inputs  # all of a row is in registers
+    return PackedFmaConfig(4 if many else 8, block_inputs, 4 if many else 8, 2 * NUM_SMS)
+
+
+def _nibble_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
+    """By what was measured: tiles of 256 inputs, but for more than 16 rows of a weight of many."""
+    tiles = -(-num_weights // 128)
+    has_few = num_rows <= 16 or tiles <= 32
+    block_inputs, num_stages = (256, 4) if has_few else (128, 3)
+    least = NUM_SMS - 4 if num_rows > 16 and has_few else _NIBBLE_PROGRAMS
+    most = max(1, num_inputs // (2 * block_inputs))
+    splits = min(most, next((n for n in (1, 2, 3, 4) if tiles * n >= least), 6))
+    prefetched = 2048 if tiles * splits <= 2 * NUM_SMS else 0
+    return DotConfig(128, block_inputs, 8, num_stages, splits, prefetched_inputs=prefetched)
 
 
 def many_packed(numbers: Numbers) -> DotConfig:
@@ -77,20 +114,24 @@ def many_packed(numbers: Numbers) -> DotConfig:
 
 
 @functools.cache
-def choose_rounded(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> DotConfig | None:
-    """As `choose`, of FP8 inputs and FP8 weights, for any number of rows; None: there are none.
+def choose_rounded(
+    num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False, by_fma: bool = False
+) -> DotConfig | PackedFmaConfig | None:
+    """As `choose_packed`, of FP8 inputs and FP8 weights.
 
-    Microseconds on an H200 with the rounding before it, weights of 128 x 128 blocks, 8 rows; and of one row by an FMA
-    kernel that rounds its inputs itself, which its conversions bound:
+    Microseconds on an H200, weights of 128 x 128 blocks: 8 rows with the rounding before them, and one row by FMA,
+    rounded in the kernel, which its instructions bound:
 
         | outputs x inputs  | bytes | tensor cores | FMA  |
-        | 6,144 x 4,096     | 5.4   | 12.8         | 12.9 |
-        | 4,096 x 4,096     | 3.6   | 10.4         | 8.6  |
-        | 2 x 12,288, gated | 21.5  | 30.0         | 44.2 |
-        | 4,096 x 12,288    | 10.7  | 20.4         | 19.9 |
+        | 6,144 x 4,096     | 5.4   | 12.8         | 10.8 |
+        | 4,096 x 4,096     | 3.6   | 10.4         | 7.9  |
+        | 2 x 12,288, gated | 21.5  | 30.0         | 30.5 |
+        | 4,096 x 12,288    | 10.7  | 20.4         | 20.1 |
     """
     if num_rows < 1:
         return None
+    if by_fma and not is_gated and num_inputs <= _ROUNDED_FMA_INPUTS:
+        return _packed_fma(num_inputs, is_gated)
     if num_rows > _ROUNDED_ROWS:
         return _ROUNDED_TILES
     tiles = -(-num_outputs * (2 if is_gated else 1) // 64)

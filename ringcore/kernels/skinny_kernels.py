@@ -1,6 +1,6 @@
-"""The two kernels of `skinny_linear`: FMA sums for up to 4 rows, tensor cores for more.
+"""Two kernels of `skinny_linear`: FMA sums of dense weights for up to 4 rows, tensor cores for more.
 
-Both read a weight once, as rows of [num_outputs, num_inputs], expanded as they are loaded where it is quantized
+Both read a weight once, as rows of [num_outputs, num_inputs], which tensor cores take expanded where it is quantized
 (`weight_tiles`), and both may prefetch weights before they wait for the kernel before them (`dependent_launch`). A
 gated weight is [2 * num_outputs, num_inputs]: the rows of the gate projection, then those of the up projection.
 """
@@ -16,7 +16,7 @@ from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.scaled_dot import scaled_dot
 from ringcore.kernels.weight_groups import entries_of_row, has_quads
-from ringcore.kernels.weight_tiles import load_packed, packed_dot
+from ringcore.kernels.weight_tiles import packed_dot
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
 
@@ -39,27 +39,6 @@ def _load(pointers, in_bounds, is_whole: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    tile,  # pointers of a dense weight
-    in_bounds,
-    weight,
-    packed,
-    rows,
-    at,
-    num_inputs: tl.constexpr,
-    block_inputs: tl.constexpr,
-    is_whole: tl.constexpr,
-    layout: tl.constexpr,
-):
-    """A tile of outputs and inputs, from input `at` on: of a dense weight in its dtype and the shape of `tile`."""
-    if layout[0] == _DENSE:
-        found = _load(tile + at, in_bounds, is_whole)
-    else:
-        found = load_packed(weight, packed, rows, at, num_inputs, block_inputs, is_whole, True, layout)
-    return found
-
-
-@triton.jit
 def _add2(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
@@ -72,8 +51,7 @@ def _add3(a0, a1, a2, b0, b1, b2):
 @triton.jit(do_not_specialize=["num_outputs"])
 def fma_kernel(
     x,  # [num_rows, num_inputs]
-    weight,  # [num_outputs, num_inputs], or gated; or its codes
-    packed,  # see `tile_arguments`
+    weight,  # [num_outputs, num_inputs], or gated
     gain,  # [num_inputs], read where has_norm
     bias,  # [num_outputs], or gated; read where has_bias
     out,  # [num_rows, num_outputs]
@@ -91,7 +69,6 @@ def fma_kernel(
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
     pdl: tl.constexpr,
-    layout: tl.constexpr,  # of the weight: see `tile_arguments`
 ) -> None:
     """A program holds the weights of block_outputs outputs in registers, for all rows. Out-of-bounds rows and outputs
     are clamped to the last ones; their results are not stored.
@@ -107,17 +84,14 @@ def fma_kernel(
     # Offsets within a program fit in 32 bits, those within an LM head do not.
     tile = weight + first.to(tl.int64) * num_inputs + (clamped[:, None] * num_inputs)[None, :, :] + columns
     up_tile = tile + num_outputs.to(tl.int64) * num_inputs
-    of_rows = first + clamped
-    up_rows = num_outputs + of_rows
     x += (rows * num_inputs)[:, None, None] + columns
     gain += columns
     targets = out + rows[:, None] * num_outputs + (first + clamped)[None, :]
     if pdl and pdl != _LATE:
         gdc_launch_dependents()
-    in_bounds = columns < num_inputs
-    w = _weights(tile, in_bounds, weight, packed, of_rows, 0, num_inputs, block_inputs, is_whole, layout)
+    w = _load(tile, columns < num_inputs, is_whole)
     if is_gated:
-        u = _weights(up_tile, in_bounds, weight, packed, up_rows, 0, num_inputs, block_inputs, is_whole, layout)
+        u = _load(up_tile, columns < num_inputs, is_whole)
     if has_norm:
         g = _load(gain, columns < num_inputs, is_whole)
     if has_bias:
@@ -139,14 +113,14 @@ def fma_kernel(
         z = u.to(tl.float32) * v
     for at in tl.static_range(block_inputs, num_inputs, block_inputs):
         in_bounds = columns < num_inputs - at
-        w = _weights(tile, in_bounds, weight, packed, of_rows, at, num_inputs, block_inputs, is_whole, layout)
+        w = _load(tile + at, in_bounds, is_whole)
         v = _load(x + at, in_bounds, is_whole).to(tl.float32)
         if has_norm:
             squares += v * v
             v = v * _load(gain + at, in_bounds, is_whole).to(tl.float32)
         y += w.to(tl.float32) * v
         if is_gated:
-            u = _weights(up_tile, in_bounds, weight, packed, up_rows, at, num_inputs, block_inputs, is_whole, layout)
+            u = _load(up_tile + at, in_bounds, is_whole)
             z += u.to(tl.float32) * v
     if has_norm:
         squares = tl.broadcast_to(squares, [block_rows, block_outputs, block_inputs])

@@ -12,10 +12,11 @@ import torch
 import triton
 
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
+from ringcore.kernels.packed_fma import packed_fma_kernel
 from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.round_rows import RoundedRows, RowNorm
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
-from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
 from ringcore.kernels.weight_tiles import tile_arguments
 
 __all__ = [
@@ -46,6 +47,7 @@ def skinny_linear(
     *,
     bias: torch.Tensor | None = None,
     norm: RowNorm | None = None,
+    row_group: int | None = None,
     activation: Activation | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -54,10 +56,14 @@ def skinny_linear(
     """x W^T + b, accumulated in float32 and rounded once; `config`: from `skinny_configs.choose`.
 
     x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, or quantized, bias: [num_weights]; all
-    contiguous. n is 1 to 4 for an `FmaConfig`, which alone takes a norm, and up to four times its block_rows for a
-    `DotConfig`, or any number without splits. Rounded rows are for an FP8 weight whose rows are contiguous, and a
-    `DotConfig` with a block_inputs that divides both's groups: FP8 is multiplied by FP8.
-    norm: prologue, of each row of x, which may then be float32; the normalised row is not rounded before the product.
+    contiguous. n is 1 to 4 for an `FmaConfig`, of a dense weight, 1 or 2 for a `PackedFmaConfig`, of a quantized one
+    that `has_chunks`, and up to four times its block_rows for a `DotConfig`, or any number without splits. Rounded rows
+    are for an FP8 weight whose rows are contiguous, and a `DotConfig` with a block_inputs that divides both's groups:
+    FP8 is multiplied by FP8.
+    norm: prologue, not of a `DotConfig`: of each row of x, which may then be float32; the normalised row is not rounded
+    before the product.
+    row_group: prologue of a `PackedFmaConfig` and an FP8 weight, after the norm: rows are rounded to FP8, with a scale
+    for each row_group inputs, which divides block_inputs, or for all.
     activation: epilogue; the weight's first half is a gate: the result is activation(first half) * second half.
     add_to: epilogue; [n, num_outputs], also float32; the result is added to it, in place, and rounded once, as the sum.
     out: [n, num_outputs] of the weight's dtype, or float32, instead of add_to; num_outputs is num_weights, or half of
@@ -68,21 +74,14 @@ def skinny_linear(
     Returns add_to, or out (by default a new tensor).
     """
     rows = x.codes if isinstance(x, RoundedRows) else x
-    num_rows, num_inputs = rows.shape
     num_outputs = len(weight) // (1 if activation is None else 2)
     if add_to is not None:
         assert out is None, "give add_to or out, not both"
         out = add_to
     if out is None:
-        out = rows.new_empty(num_rows, num_outputs, dtype=weight.dtype)
-    assert weight.shape[1] == num_inputs, (weight.shape, rows.shape)
-    assert activation is None or len(weight) % 2 == 0, weight.shape
+        out = rows.new_empty(len(rows), num_outputs, dtype=weight.dtype)
     assert weight.dtype == x.dtype or (norm is not None and x.dtype == torch.float32), (weight.dtype, x.dtype)
-    assert out.shape == (num_rows, num_outputs), (out.shape, num_rows, num_outputs)
-    assert bias is None or bias.shape == (len(weight),), (bias.shape, weight.shape)
-    assert out.data_ptr() != rows.data_ptr(), "out must not be x: other programs still read it"
-    for tensor in (rows, weight, bias, out):
-        assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
+    _check_shapes(rows, weight, bias, out, num_outputs)
     options: dict[str, Any] = {
         "has_bias": bias is not None,
         "is_gated": activation is not None,
@@ -92,14 +91,33 @@ def skinny_linear(
         **launch_options(supports_pdl(rows.device)),
     }
     bias = rows if bias is None else bias
-    if isinstance(config, FmaConfig):
-        assert isinstance(x, torch.Tensor), "rounded rows are for a DotConfig"
-        assert not isinstance(weight, PackedWeight) or weight.numbers.bytes >= 1, "4-bit weights are for a DotConfig"
-        _launch_fma(x, weight, bias, out, norm, config, options)
-    else:
-        assert norm is None, "only an FmaConfig takes a norm"
-        _launch_dot(x, weight, bias, out, counters, config, options)
+    assert isinstance(x, torch.Tensor) or isinstance(config, DotConfig), "rounded rows are for a DotConfig"
+    match config:
+        case FmaConfig():
+            assert row_group is None, "rows are rounded for quantized weights"
+            _launch_fma(rows, weight, bias, out, norm, config, options)
+        case PackedFmaConfig():
+            _launch_packed_fma(rows, weight, bias, out, norm, row_group or 0, config, options)
+        case DotConfig():
+            assert norm is None, "a DotConfig has no prologue"
+            _launch_dot(x, weight, bias, out, counters, config, options)
     return out
+
+
+def _check_shapes(
+    rows: torch.Tensor,
+    weight: torch.Tensor | PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    num_outputs: int,
+) -> None:
+    assert weight.shape[1] == rows.shape[1], (weight.shape, rows.shape)
+    assert len(weight) % num_outputs == 0, weight.shape
+    assert out.shape == (len(rows), num_outputs), (out.shape, rows.shape, num_outputs)
+    assert bias is None or bias.shape == (len(weight),), (bias.shape, weight.shape)
+    assert out.data_ptr() != rows.data_ptr(), "out must not be x: other programs still read it"
+    for tensor in (rows, weight, bias, out):
+        assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
 
 
 def _launch_fma(
@@ -114,11 +132,13 @@ def _launch_fma(
     num_rows, num_inputs = x.shape
     num_outputs = out.shape[1]
     assert num_rows in (1, 2, 3, 4), num_rows
+    assert isinstance(weight, torch.Tensor), "quantized weights are for other configurations"
     gain, eps = (x, 0.0) if norm is None else norm
     assert norm is None or (gain.shape == (num_inputs,) and gain.is_contiguous()), gain.shape
     pdl = TRIGGER_LATE if config.trigger_late else TRIGGER_FIRST
     fma_kernel[(triton.cdiv(num_outputs, config.block_outputs),)](
         x=x,
+        weight=weight,
         gain=gain,
         bias=bias,
         out=out,
@@ -132,7 +152,44 @@ def _launch_fma(
         is_whole=num_inputs % config.block_inputs == 0,
         has_norm=norm is not None,
         pdl=pdl if supports_pdl(x.device) else 0,
-        **tile_arguments(weight),
+        **options,
+    )
+
+
+def _launch_packed_fma(
+    x: torch.Tensor,
+    weight: torch.Tensor | PackedWeight,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    norm: RowNorm | None,
+    row_group: int,
+    config: PackedFmaConfig,
+    options: dict[str, Any],
+) -> None:
+    num_rows, num_inputs = x.shape
+    assert num_rows in (1, 2), num_rows
+    assert isinstance(weight, PackedWeight), "dense weights are for other configurations"
+    assert weight.has_chunks, weight
+    assert row_group in (0, num_inputs) or config.block_inputs % row_group == 0, (row_group, config)
+    assert not row_group or weight.form == BYTES_FP8, weight.form
+    gain, eps = (x, 0.0) if norm is None else norm
+    tiles = triton.cdiv(out.shape[1], config.block_outputs)
+    packed_fma_kernel[(min(tiles, config.num_programs),)](
+        x=x,
+        gain=gain,
+        bias=bias,
+        out=out,
+        num_outputs=out.shape[1],
+        eps=eps,
+        num_rows=num_rows,
+        num_inputs=num_inputs,
+        block_inputs=config.block_inputs,
+        block_outputs=config.block_outputs,
+        has_norm=norm is not None,
+        row_group=row_group,
+        is_exact=weight.dtype == torch.float32,
+        pdl=supports_pdl(x.device),
+        **tile_arguments(weight.as_words()),
         **options,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Config", "DotConfig", "FmaConfig"]
+__all__ = ["Config", "DotConfig", "FmaConfig", "PackedFmaConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,16 @@ class FmaConfig:
     block_inputs: int
     num_warps: int
     trigger_late: bool = False  # issues its weight loads before the next kernel may start
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFmaConfig:
+    """Of `packed_fma_kernel`, for one or two rows."""
+
+    block_outputs: int
+    block_inputs: int
+    num_warps: int
+    num_programs: int  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,4 +40,4 @@ class DotConfig:
     block_rows: int = 64  # rows of one program at most
 
 
-Config = FmaConfig | DotConfig
+Config = FmaConfig | PackedFmaConfig | DotConfig

@@ -14,6 +14,8 @@ from ringcore.kernels.packed_weight import DENSE, NIBBLES, NIBBLES_E2M1
 __all__ = [
     "MOVED",
     "are_alike",
+    "chunk_scales",
+    "chunk_zeros",
     "entries_of_row",
     "has_one_group",
     "has_quads",
@@ -89,6 +91,39 @@ def moved_scales(packed, rows, at, inputs, num_inputs: tl.constexpr, block_input
     found = _of_groups(packed[0], packed[4], packed[5], packed[2], rows, at, inputs, num_inputs, block_inputs, layout)
     exponents = tl.minimum(tl.maximum(found.to(tl.int32) + (126 - MOVED), 1), 254)
     return (exponents << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def chunk_scales(packed, rows, first, count: tl.constexpr, chunk: tl.constexpr, layout: tl.constexpr):
+    """[n, count] float32: of the chunks of inputs from input `first` on, each of one group; past the last group 0."""
+    return _of_chunks(packed[0], packed[4], packed[5], rows, first, count, chunk, layout)
+
+
+@triton.jit
+def chunk_zeros(packed, scales, rows, first, count: tl.constexpr, chunk: tl.constexpr, layout: tl.constexpr):
+    """As `chunk_scales`, of which it takes those of nibbles."""
+    if has_quads(layout):
+        zeros = zeros_in(scales, layout)
+    else:
+        zeros = _of_chunks(packed[1], packed[6], packed[7], rows, first, count, chunk, layout)
+    return zeros.to(tl.float32)
+
+
+@triton.jit
+def _of_chunks(
+    values, row_stride, group_stride, rows, first, count: tl.constexpr, chunk: tl.constexpr, layout: tl.constexpr
+):
+    num_groups: tl.constexpr = layout[1]
+    size: tl.constexpr = layout[2]
+    offset: tl.constexpr = layout[3]
+    chunks = tl.arange(0, count)[None, :]
+    of_rows = values + rows.to(tl.int64)[:, None] * row_stride
+    if num_groups == 1:
+        found = tl.load(of_rows + chunks * 0)
+    else:
+        groups = (first + chunks * chunk + offset) // size
+        found = tl.load(of_rows + groups * group_stride, mask=groups < num_groups, other=0)
+    return found
 
 
 @triton.jit

@@ -39,8 +39,10 @@ from ringcore.kernels.weight_groups import (
 )
 
 __all__ = [
+    "load_codes",
     "load_packed",
     "packed_dot",
+    "spread_columns",
     "tile_arguments",
 ]
 
@@ -176,7 +178,7 @@ def load_packed(
 ):
     """Of bytes: [n, block_inputs] float32; inputs out of bounds are finite numbers, to be multiplied by 0. is_scaled:
     else without their scales. Arguments as of `add_packed_product`."""
-    found = _load_codes(codes, packed, rows, at, block_inputs, 1, num_inputs, is_whole)
+    found = load_codes(codes, packed, rows, at, block_inputs, 1, num_inputs, is_whole)
     inputs = at + tl.arange(0, block_inputs)
     if layout[0] == _FP8:
         numbers = fp8_numbers(found)
@@ -207,7 +209,7 @@ def load_quad(
     """Of nibbles: four tiles [n, block_inputs / 4], otherwise as `load_packed`. In dtype where there is packed math for
     it, e2m1 then times 2^-MOVED; else in float32. And the scales of the first tile, as `_of_groups`."""
     run: tl.constexpr = layout[7]
-    words = _load_codes(codes, packed, rows, at // 4, block_inputs // 4, 4, num_inputs, is_whole)
+    words = load_codes(codes, packed, rows, at // 4, block_inputs // 4, 4, num_inputs, is_whole)
     inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)
     math: tl.constexpr = dtype if has_packed_math() else tl.float32
     if layout[0] == _E2M1:
@@ -241,7 +243,7 @@ def load_quad(
 
 
 @triton.jit
-def _load_codes(
+def load_codes(
     codes,
     packed,
     rows,

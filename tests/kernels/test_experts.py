@@ -272,7 +272,7 @@ def test_quantized_experts_of_one_rank_and_tiles_as_they_are_chosen(device):
     case.check(70, activate=GPT_OSS, config=None)
     for num_tokens in (1, 64, 65, 8192):
         config = choose_grouped(32, 5760, 2880, num_tokens, 4, torch.bfloat16, E2M1_NUMBERS)
-        assert config.block_weights * config.block_inputs >= 128 * 32 * config.num_warps, "4 bytes of scales a thread"
+        assert config.block_inputs <= 128, "wider tiles of e2m1 take ten times as long"
 
 
 def test_no_token_is_no_launch(device):

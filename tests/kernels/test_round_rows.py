@@ -12,7 +12,7 @@ from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.round_rows import RowNorm, round_rows, round_rows_reference
 from ringcore.kernels.skinny_configs import choose_rounded
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
-from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels.skinny_tiles import DotConfig, PackedFmaConfig
 from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Derived
@@ -116,6 +116,23 @@ def test_fp8_gated_and_added(device, num_rows):
         expected = total + product_of(rounded, expanded)
         skinny_linear(rounded, weight, config, add_to=total)
         torch.testing.assert_close(total, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize(
+    ("block_inputs", "group", "row_group"), [(256, 128, 128), (128, 128, 384), (512, 384, 384), (512, 384, 128)]
+)
+def test_fp8_rounded_in_the_kernel(device, num_rows, block_inputs, group, row_group):
+    weight, expanded = fp8_weight(38, 384, group, device)
+    config = PackedFmaConfig(4, block_inputs, 1, 3)
+    x, bias = random(num_rows, 384).to(device), random(38, seed=3).to(device)
+    x[-1, 128:256] = 0
+    for norm in (None, RowNorm(random(384, seed=2).to(device), 1e-5)):
+        rounded = round_rows(x, row_group, norm)
+        for activation in (None, "silu"):
+            options = {"activation": activation, "bias": bias}
+            found = skinny_linear(x, weight, config, norm=norm, row_group=row_group, **options)
+            torch.testing.assert_close(found, product_of(rounded, expanded, **options), rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("row_group", [128, 512])

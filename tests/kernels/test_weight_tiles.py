@@ -16,14 +16,15 @@ from test_precompile import run
 from ringcore.checkpoint import quantization as formats
 from ringcore.kernels.round_rows import RowNorm
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
-from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
+from ringcore.kernels.skinny_tiles import DotConfig, PackedFmaConfig
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
 from ringcore.model_executor.linear_schemes.schemes import schemes_of
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 
-FMA, DOT = FmaConfig(4, 64, 1), DotConfig(32, 64, 2, 2, 1)
+FMA, WIDE_FMA = PackedFmaConfig(4, 64, 1, 5), PackedFmaConfig(2, 256, 1, 100)
+DOT = DotConfig(32, 64, 2, 2, 1)
 SPLIT, BLOCKS = DotConfig(32, 64, 2, 2, 2), DotConfig(32, 128, 2, 2, 1, block_rows=16)
 FORMATS = {
     "fp8 block": formats.CodesFormat("fp8", "block", (32, 16), "weight_scale_inv"),
@@ -41,7 +42,7 @@ FORMATS = {
 }
 
 
-BYTES = ("fp8 block", "fp8 channel", "int8", "w8 asym", "gptq 8 order")
+NOT_FMA = [kind for kind in FORMATS if "order" in kind]
 
 
 class _Seen(Exception):
@@ -88,11 +89,15 @@ def random(*shape, seed=1):
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [*((kind, FMA) for kind in BYTES), *((kind, SPLIT) for kind in FORMATS), ("w4 asym", BLOCKS), ("gptq", DOT)],
+    [
+        *((kind, FMA) for kind in FORMATS if kind not in NOT_FMA),
+        *((kind, SPLIT) for kind in FORMATS),
+        *(("w4 asym", BLOCKS), ("gptq", DOT), ("awq", WIDE_FMA)),
+    ],
 )
 def test_product(device, kind, config, monkeypatch):
     weight, expanded = packed(kind, random(40, 128), device, monkeypatch)
-    x = random(2 if config is FMA else 20, 128, seed=2).to(device)
+    x = random(2 if isinstance(config, PackedFmaConfig) else 20, 128, seed=2).to(device)
     expected = skinny_linear_reference(x, expanded)
     torch.testing.assert_close(skinny_linear(x, weight, config), expected, rtol=1e-4, atol=1e-4)
 
@@ -100,10 +105,10 @@ def test_product(device, kind, config, monkeypatch):
 @pytest.mark.parametrize("kind", ["w4 asym", "awq", "gptq", "fp8 block"])
 def test_prologue_and_epilogues(device, kind, monkeypatch):
     weight, expanded = packed(kind, random(32, 96), device, monkeypatch)
-    x, hidden, bias = random(3, 96, seed=2).to(device), random(3, 16, seed=3).to(device), random(32).to(device)
+    x, hidden, bias = random(2, 96, seed=2).to(device), random(2, 16, seed=3).to(device), random(32).to(device)
     options = {"bias": bias, "activation": "silu"}
     norm = RowNorm(random(96, seed=4).to(device), 1e-5)
-    for config, more in ((FMA, {"norm": norm}), (DOT, {}), (SPLIT, {}))[kind not in BYTES :]:
+    for config, more in ((FMA, {"norm": norm}), (FMA, {}), (DOT, {}), (SPLIT, {})):
         expected = skinny_linear_reference(x, expanded, add_to=hidden.clone(), **options, **more)
         found = skinny_linear(x, weight, config, add_to=hidden.clone(), **options, **more)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -114,7 +119,8 @@ def test_a_share_that_begins_within_a_group(device, kind, monkeypatch):
     weight, expanded = packed(kind, random(16, 96), device, monkeypatch, start=48, length=48)
     x = random(2, 48, seed=2).to(device)
     expected = skinny_linear_reference(x, expanded)
-    for config in (FMA, DOT)[kind not in BYTES :]:
+    assert weight.has_chunks == (kind == "fp8 block")
+    for config in (FMA, DOT) if weight.has_chunks else (DOT,):
         torch.testing.assert_close(skinny_linear(x, weight, config), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -182,7 +188,7 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
         from dataclasses import replace
         from ringcore.kernels.precompile import compile_variants, intercept_launches
         from ringcore.kernels.skinny_linear import skinny_linear
-        from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
+        from ringcore.kernels.skinny_tiles import DotConfig, PackedFmaConfig
         from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES, NIBBLES_E2M1, PackedWeight
 
         codes, scales, x = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 2), torch.zeros(1, 256).bfloat16()
@@ -192,9 +198,11 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
             stored = words if form in (NIBBLES, NIBBLES_E2M1) else codes
             return PackedWeight(stored, scales, (64, 256), dtype, form, stored.stride(0), group_size=128, **options)
 
-        fma, dot = FmaConfig(4, 256, 2), DotConfig(64, 128, 4, 4, 2)
+        fma, dot = PackedFmaConfig(4, 256, 2, 8), DotConfig(64, 128, 4, 4, 2)
         with intercept_launches() as intercepted:
-            skinny_linear(x, packed(BYTES_FP8), fma)
+            skinny_linear(x, packed(BYTES_FP8), fma, row_group=128)
+            skinny_linear(x, packed(BYTES_INT8), fma)
+            skinny_linear(x, packed(NIBBLES, has_zero_bits=True, run=8), fma)
             skinny_linear(x, packed(BYTES_INT8), dot)
             skinny_linear(x, packed(NIBBLES, zero=8, run=8), dot)
             skinny_linear(x, packed(NIBBLES, has_zero_bits=True, index=index, run=8), dot)
@@ -203,4 +211,4 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
         compile_variants(list(intercepted.values()), torch.device("cpu"), 2)
         print(len(intercepted))
     """
-    assert run(script, tmp_path) == "6\n"
+    assert run(script, tmp_path) == "8\n"

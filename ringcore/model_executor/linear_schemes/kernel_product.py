@@ -44,7 +44,7 @@ class KernelProduct(Product):
         self._counters = skinny_linear.new_split_k_counters(weight)
         self._choose = skinny_configs.choose if isinstance(weight, torch.Tensor) else weight.choose
         self._choose_split_k = skinny_configs.choose_split_k
-        self._takes_norm = skinny_tiles.FmaConfig
+        self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig
         self._row_norm = round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
 

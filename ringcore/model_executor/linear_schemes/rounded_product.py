@@ -1,4 +1,5 @@
-"""FP8 weights times rows that a kernel rounds to FP8 first, on a GPU: few rows by a kernel, many by cuBLAS."""
+"""FP8 weights times rows that are rounded to FP8, on a GPU: one row by one kernel, more after a kernel that rounds
+them, many by cuBLAS."""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ class RoundedProduct(Product):
         derived: Derived,
     ) -> None:
         """row_group: inputs that share a scale of a row. scaled: of many rows, where there is one."""
-        from ringcore.kernels import round_rows, skinny_configs, skinny_linear
+        from ringcore.kernels import round_rows, skinny_configs, skinny_linear, skinny_tiles
 
         self._weight, self._bias, self._derived = weight, bias, derived
         self._row_group, self._scaled = row_group, scaled
         self._min_scaled = None if scaled is None else scaled.MIN_ROWS
         self._counters = skinny_linear.new_split_k_counters(weight)
-        self._choose = skinny_configs.choose_rounded
+        self._choose, self._in_kernel = skinny_configs.choose_rounded, skinny_tiles.PackedFmaConfig
         self._round, self._row_norm = round_rows.round_rows, round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
 
@@ -92,13 +93,17 @@ class RoundedProduct(Product):
             product = self._by_cublas(x, norm)
             return product if out is None else out.copy_(product)
         num_outputs = num_weights if activation is None else num_weights // 2
-        config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None)
+        by_fma = len(x) == 1 and self._weight.has_chunks
+        config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None, by_fma=by_fma)
         if config is None:
             return x.new_empty(0, num_outputs, dtype=dtype) if out is None else out
+        in_kernel = isinstance(config, self._in_kernel)
         return self._skinny(
-            self._round(x, group, norm, dtype),
+            x if in_kernel else self._round(x, group, norm, dtype),
             self._weight,
             config,
+            norm=norm if in_kernel else None,
+            row_group=group if in_kernel else None,
             bias=self._bias,
             activation=activation,
             add_to=out if adds else None,

@@ -1,0 +1,267 @@
+"""The kernel of `skinny_linear` for one or two rows and quantized weights: FMA sums of codes, scaled chunk by chunk.
+
+Tensor cores would multiply a tile that is mostly empty, and wait for a norm or a rounding by another kernel. Here codes
+become float32 in two or three instructions (`code_expansion`), from words of four: bytes, or nibbles. Scales and zeros
+are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are persistent: what they do to x
+(the norm, the rounding to FP8) is done once for several tiles of outputs, and the next tile is loaded while one is
+multiplied.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ringcore.kernels.activation import activated
+from ringcore.kernels.code_expansion import (
+    FP8_SHIFT,
+    RAISED,
+    raised_quad,
+    shifted_fp8_quad,
+    wide_integer_quad,
+)
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+from ringcore.kernels.packed_weight import BYTE_CHUNK, BYTES_FP8, BYTES_INT8, NIBBLE_CHUNK, NIBBLES
+from ringcore.kernels.round_rows import LARGEST, LEAST_SCALE
+from ringcore.kernels.weight_groups import chunk_scales, chunk_zeros, has_quads
+from ringcore.kernels.weight_tiles import load_codes, spread_columns
+
+__all__ = ["packed_fma_kernel"]
+
+_RAISED = RAISED.value
+_FP8, _INT8, _NIBBLES = tl.constexpr(BYTES_FP8), tl.constexpr(BYTES_INT8), tl.constexpr(NIBBLES)
+_LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
+
+
+@triton.constexpr_function
+def _chunk(layout):
+    return NIBBLE_CHUNK if has_quads(layout) else BYTE_CHUNK
+
+
+@triton.constexpr_function
+def _raised(layout, is_exact):
+    """How much more than codes the numbers are. Of 16-bit rows the sum of what is too much is subtracted from that of a
+    chunk, which loses 17 bits less than the mantissa of float32 has; of float32 rows each number is exact."""
+    return _RAISED if layout[0] == _NIBBLES and not is_exact else 0
+
+
+@triton.constexpr_function
+def _has_offset(layout, is_exact):
+    """Whether what is multiplied is more than the numbers, by their zero."""
+    return _raised(layout, is_exact) != 0 or layout[4] != 0 or layout[5]
+
+
+@triton.jit
+def _load(weight, packed, rows, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """Words and scales of outputs, of each block of inputs: one tuple."""
+    chunk: tl.constexpr = _chunk(layout)
+    is_whole: tl.constexpr = num_inputs % block_inputs == 0
+    loaded = ()
+    for at in tl.static_range(0, num_inputs, block_inputs):
+        words = load_codes(weight, packed, rows, at // 4, block_inputs // 4, 4, num_inputs, is_whole)
+        loaded += (words, chunk_scales(packed, rows, at, block_inputs // chunk, chunk, layout))
+    return loaded
+
+
+@triton.jit
+def _expanded(words, is_exact: tl.constexpr, layout: tl.constexpr):
+    """Four tiles of numbers, as float32; of FP8 over FP8_SHIFT, and `_raised`."""
+    if layout[0] == _NIBBLES:
+        a, b, c, d = raised_quad(words)
+        if is_exact:
+            a, b, c, d = a - RAISED, b - RAISED, c - RAISED, d - RAISED
+    elif layout[0] == _FP8:
+        a, b, c, d = shifted_fp8_quad(words)
+    else:
+        a, b, c, d = wide_integer_quad(words, layout[0] == _INT8)
+    return a, b, c, d
+
+
+@triton.jit
+def _sums_of_chunks(products, size: tl.constexpr):
+    """[n, m] -> [n, m / size]; a thread has the whole of a chunk."""
+    return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // size, size]), 2)
+
+
+@triton.jit
+def _rows_of(
+    x,
+    gain,
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    has_norm: tl.constexpr,
+    row_group: tl.constexpr,
+    layout: tl.constexpr,
+):
+    """A row as tuples of tiles [1, m] that match those of the numbers, times the gain and rounded to FP8 if it is to
+    be; and the sum of its squares."""
+    tiles = ()
+    squares = tl.zeros([1, block_inputs // 4], tl.float32)
+    for at in tl.static_range(0, num_inputs, block_inputs):
+        places = at + spread_columns(tl.arange(0, block_inputs // 4), layout)[None, :]
+        for part in tl.static_range(4):
+            inputs = places + part * layout[7]
+            in_bounds = inputs < num_inputs
+            v = tl.load(x + inputs, mask=in_bounds, other=0.0).to(tl.float32)
+            if has_norm:
+                squares += v * v
+                v = v * tl.load(gain + inputs, mask=in_bounds, other=0.0).to(tl.float32)
+            tiles += (v,)
+    if row_group > 0:
+        tiles = _rounded(tiles, num_inputs, block_inputs, row_group)
+    return tiles, tl.sum(squares, 1)
+
+
+@triton.jit
+def _rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_group: tl.constexpr):
+    """Codes times their scales. A norm's factor, which is not in them yet, does not change codes."""
+    by_row: tl.constexpr = row_group == num_inputs
+    size: tl.constexpr = block_inputs if by_row else row_group
+    shape: tl.constexpr = [1, block_inputs // size, size // 4]
+    all_scales = ()
+    for block in tl.static_range(0, len(tiles), 4):
+        largest = tl.maximum(tl.abs(tiles[block]), tl.abs(tiles[block + 1]))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(tiles[block + 2]), tl.abs(tiles[block + 3])))
+        scales = tl.max(tl.reshape(largest, shape), 2, keep_dims=True) / _LARGEST
+        all_scales += (tl.maximum(scales, _LEAST_SCALE),)
+    if by_row:
+        scale = all_scales[0]
+        for block in tl.static_range(1, len(all_scales)):
+            scale = tl.maximum(scale, all_scales[block])
+    found = ()
+    for tile in tl.static_range(len(tiles)):
+        of_groups = scale if by_row else all_scales[tile // 4]
+        rounded = _fp8(tl.reshape(tiles[tile], shape) / of_groups) * of_groups
+        found += (tl.reshape(rounded, [1, block_inputs // 4]),)
+    return found
+
+
+@triton.jit
+def _fp8(v):
+    v = tl.minimum(tl.maximum(v, -_LARGEST), _LARGEST)
+    return v.to(tl.float8e4nv).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _product(
+    loaded,  # see `_load`
+    first: tl.constexpr,  # of it: the codes of these outputs
+    tiles,  # of a row
+    sums,  # of its chunks
+    packed,
+    rows,
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    is_exact: tl.constexpr,
+    layout: tl.constexpr,
+):
+    """[n]: outputs of one row."""
+    chunk: tl.constexpr = _chunk(layout)
+    count: tl.constexpr = block_inputs // chunk
+    raised: tl.constexpr = _raised(layout, is_exact)
+    total = tl.zeros([rows.shape[0], count], tl.float32)
+    for block in tl.static_range(len(tiles) // 4):
+        scales = loaded[first + 2 * block + 1]
+        a, b, c, d = _expanded(loaded[first + 2 * block], is_exact, layout)
+        products = a * tiles[4 * block]
+        products += b * tiles[4 * block + 1]
+        products += c * tiles[4 * block + 2]
+        products += d * tiles[4 * block + 3]
+        of_chunks = _sums_of_chunks(products, chunk // 4)
+        if _has_offset(layout, is_exact):
+            if layout[5]:
+                zeros = chunk_zeros(packed, scales, rows, block * block_inputs, count, chunk, layout)
+                of_chunks -= (zeros + raised) * sums[block]
+            else:
+                of_chunks -= (layout[4] + raised) * sums[block]
+        total += of_chunks * scales
+    result = tl.sum(total, 1)
+    if layout[0] == _FP8:
+        result *= FP8_SHIFT
+    return result
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def packed_fma_kernel(
+    x,  # [num_rows, num_inputs]
+    weight,  # codes of [num_outputs, num_inputs], or gated
+    packed,  # see `tile_arguments`; every chunk is in one group
+    gain,  # [num_inputs], read where has_norm
+    bias,  # [num_outputs], or gated; read where has_bias
+    out,  # [num_rows, num_outputs]
+    num_outputs,  # int
+    eps,  # float
+    num_rows: tl.constexpr,
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    block_outputs: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_gelu: tl.constexpr,
+    adds: tl.constexpr,
+    row_group: tl.constexpr,  # inputs that share a scale of x, which is rounded to FP8; 0: it is not
+    is_exact: tl.constexpr,  # products of the weight are float32
+    pdl: tl.constexpr,
+    layout: tl.constexpr,
+) -> None:
+    """Program i computes tiles i, i + num_programs and so on. Out-of-bounds outputs are clamped to the last one; their
+    results are not stored."""
+    step = tl.num_programs(0)
+    num_tiles = tl.cdiv(num_outputs, block_outputs)
+    index = tl.arange(0, block_outputs)
+    rows = tl.minimum(tl.program_id(0) * block_outputs + index, num_outputs - 1)
+    if pdl:
+        gdc_launch_dependents()
+    loaded = _load(weight, packed, rows, num_inputs, block_inputs, layout)
+    if is_gated:
+        loaded = loaded + _load(weight, packed, rows + num_outputs, num_inputs, block_inputs, layout)
+    if pdl:
+        gdc_wait()
+    tiles = ()
+    sums = ()
+    factors = ()
+    for row in tl.static_range(num_rows):
+        of_row, squares = _rows_of(x + row * num_inputs, gain, num_inputs, block_inputs, has_norm, row_group, layout)
+        tiles += (of_row,)
+        sums += (_chunk_sums(of_row, is_exact, layout),)
+        factors += (tl.rsqrt(squares / num_inputs + eps),)
+    for tile in tl.range(tl.program_id(0), num_tiles, step):
+        rows = tl.minimum(tile * block_outputs + index, num_outputs - 1)
+        next_rows = tl.minimum((tile + step) * block_outputs + index, num_outputs - 1)
+        following = _load(weight, packed, next_rows, num_inputs, block_inputs, layout)
+        if is_gated:
+            following = following + _load(weight, packed, next_rows + num_outputs, num_inputs, block_inputs, layout)
+        stored = tile * block_outputs + index < num_outputs
+        for row in tl.static_range(num_rows):
+            inputs = tiles[row], sums[row], packed
+            y = _product(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout)
+            if has_norm:
+                y *= factors[row]
+            if has_bias:
+                y += tl.load(bias + rows).to(tl.float32)
+            if is_gated:
+                z = _product(
+                    loaded, len(loaded) // 2, *inputs, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
+                )
+                if has_norm:
+                    z *= factors[row]
+                if has_bias:
+                    z += tl.load(bias + num_outputs + rows).to(tl.float32)
+                y = activated(y, is_gelu) * z
+            targets = out + row * num_outputs + rows
+            if adds:
+                y += tl.load(targets, mask=stored, other=0.0).to(tl.float32)
+            tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
+        loaded = following
+
+
+@triton.jit
+def _chunk_sums(tiles, is_exact: tl.constexpr, layout: tl.constexpr):
+    """Of x: a tuple of [1, chunks], of each block of inputs."""
+    found = ()
+    if _has_offset(layout, is_exact):
+        for block in tl.static_range(0, len(tiles), 4):
+            total = tiles[block] + tiles[block + 1] + tiles[block + 2] + tiles[block + 3]
+            found += (_sums_of_chunks(total, _chunk(layout) // 4),)
+    return found
