@@ -22,7 +22,6 @@ FILES: dict[str, tuple[int, str]] = {
     "executor/multiproc.py": (360, "one executor: start, send, receive and close share the call table"),
     "worker/worker.py": (390, "every RPC method of the worker, a few lines each"),
     "executor/ring_buffer.py": (345, "the protocol's table and both ends of it are read together"),
-    "kernels/all_reduce.py": (330, "kernel, launch and the reference of one collective"),
     "front_end/llm.py": (355, "every public call of LLM, with its documentation"),
     "grammars/regular_expressions/parser.py": (325, "one recursive descent over one grammar"),
     "kv_cache/manager.py": (328, "allocation and hits share the books of one cache"),

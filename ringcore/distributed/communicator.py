@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
+from ringcore.distributed.combine import GlooCombine, PeerCombine, saves_bytes
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.peer_memory import CudaPeerDriver, PeerMemory
 from ringcore.distributed.rendezvous import Rendezvous
@@ -28,6 +29,19 @@ class GlooCommunicator(TensorParallel):
         self.rank = rank
         self.size = size
         self._group: Any = ProcessGroupGloo(rendezvous.store(name), rank, size, rendezvous.gloo_options())
+
+    def combines(self, num_tokens: int, hidden_size: int, k: int, dtype: torch.dtype) -> bool:
+        return saves_bytes(num_tokens, hidden_size, k, self.size, dtype.itemsize)
+
+    def combine(
+        self, partial: torch.Tensor, ranks_of: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, adds: bool
+    ) -> None:
+        assert self._group is not None, "closed"
+        GlooCombine(self._group, self.rank, self.size)(partial, ranks_of, out, dtype, adds)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        assert self._group is not None, "closed"
+        _broadcast(self._group, tensor, source)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """In float32 whatever the dtype: 16-bit sums would be rounded at every rank."""
@@ -71,9 +85,11 @@ class NcclCommunicator(TensorParallel):
         self.size = size
         options = ProcessGroupNCCL.Options()
         options._timeout = rendezvous.timeout
-        store = rendezvous.store(name)
+        store = self._store = rendezvous.store(name)
+        self._device = device
         self._group: Any = ProcessGroupNCCL(store, rank, size, options)
         self._peers: PeerCollectives | None = None
+        self._combine: PeerCombine | None = None
         self.all_reduce(torch.zeros(1, device=device))  # connects now instead of in the first request
         if one_host:  # no GPU maps the memory of one on another host
             self._peers = PeerCollectives.connect(rank, size, store, device)
@@ -102,6 +118,27 @@ class NcclCommunicator(TensorParallel):
         else:
             super().all_reduce_add(contiguous, residual)
 
+    def begin_combine(self) -> None:
+        """With peer memory; without, tokens are summed by an all-reduce."""
+        if self._peers is not None:
+            self._combine = PeerCombine.connect(self.rank, self.size, self._store, self._device)
+
+    def combines(self, num_tokens: int, hidden_size: int, k: int, dtype: torch.dtype) -> bool:
+        if self._combine is None or not self._combine.fits(hidden_size):
+            return False
+        is_one_shot = num_tokens * hidden_size * 4 <= PeerCollectives.max_reduced_bytes(self.size)
+        return saves_bytes(num_tokens, hidden_size, k, self.size, dtype.itemsize, is_one_shot=is_one_shot)
+
+    def combine(
+        self, partial: torch.Tensor, ranks_of: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, adds: bool
+    ) -> None:
+        assert self._combine is not None, "it does not combine"
+        self._combine(partial, ranks_of, out, dtype, adds)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        assert self._group is not None, "closed"
+        _broadcast(self._group, tensor, source)
+
     def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self._group is not None, "closed"
         contiguous = tensor.contiguous()
@@ -110,23 +147,32 @@ class NcclCommunicator(TensorParallel):
         return _all_gather_last_dim(self._group, self.size, contiguous, out)
 
     def detached(self) -> TensorParallel:
-        return self._of(
-            self.rank, self.size, _NullProcessGroup(), None if self._peers is None else self._peers.detached()
-        )
+        peers = None if self._peers is None else self._peers.detached()
+        combine = None if self._combine is None else self._combine.detached()
+        return self._of(self.rank, self.size, _NullProcessGroup(), peers, combine)
 
     @classmethod
-    def _of(cls, rank: int, size: int, group: Any, peers: PeerCollectives | None) -> NcclCommunicator:
+    def _of(
+        cls, rank: int, size: int, group: Any, peers: PeerCollectives | None, combine: PeerCombine | None = None
+    ) -> NcclCommunicator:
         one = cls.__new__(cls)
-        one.rank, one.size, one._group, one._peers = rank, size, group, peers
+        one.rank, one.size, one._group, one._peers, one._combine = rank, size, group, peers, combine
         return one
 
     def close(self) -> None:
         group, self._group = self._group, None
-        peers, self._peers = self._peers, None
-        if peers is not None:
-            peers.close()
+        by_peers, self._peers, self._combine = (self._peers, self._combine), None, None
+        for one in by_peers:
+            if one is not None:
+                one.close()
         if group is not None:
             group.shutdown()
+
+
+def _broadcast(group: Any, tensor: torch.Tensor, source: int) -> None:
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    group.broadcast([tensor], options).wait()
 
 
 def _all_gather_last_dim(group: Any, size: int, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -154,6 +200,9 @@ class _NullProcessGroup:
         gathered.zero_()
         return self
 
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> _NullProcessGroup:
+        return self
+
     def wait(self) -> None:
         pass
 
@@ -172,18 +221,19 @@ class PeerCollectives:
     def __init__(self, memory: PeerMemory, rank: int, device: torch.device) -> None:
         from ringcore.kernels import all_reduce  # needs Triton, as all kernels
         from ringcore.kernels.dependent_launch import supports_pdl
+        from ringcore.kernels.peer_buffers import PeerBuffers
 
         self._memory = memory
         self._kernels = all_reduce
         size = len(memory.addresses)
-        self._buffers = all_reduce.PeerBuffers.at(memory.addresses, rank, self.capacity_bytes(size), device)
+        self._buffers = PeerBuffers.at(memory.addresses, rank, self.capacity_bytes(size), device)
         self._max_reduced_bytes = self.max_reduced_bytes(size)
         self._pdl = supports_pdl(device)
 
     @classmethod
     def connect(cls, rank: int, size: int, store: PrefixStore, device: torch.device) -> PeerCollectives | None:
         """None, on every rank, if the GPUs lack peer access to each other, or are too many."""
-        from ringcore.kernels.all_reduce import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
+        from ringcore.kernels.peer_buffers import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
 
         if size > MAX_RANKS:
             return None

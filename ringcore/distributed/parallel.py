@@ -47,6 +47,28 @@ class TensorParallel(ABC):
         """
         residual.add_(self.all_reduce(partial))
 
+    def begin_combine(self) -> None:  # noqa: B027  most have none
+        """Allocates what `combine` needs. All ranks call it, once, before any of them asks `combines`."""
+
+    def combines(self, num_tokens: int, hidden_size: int, k: int, dtype: torch.dtype) -> bool:
+        """Whether `combine` is to take the place of an all-reduce of [num_tokens, hidden_size] float32, of tokens with
+        k experts each. All ranks answer alike. dtype: of the sums."""
+        return False
+
+    def combine(
+        self, partial: torch.Tensor, ranks_of: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, adds: bool
+    ) -> None:
+        """out = the sum over ranks of `partial`, rounded to `dtype`; or where `adds` out += that. All [num_tokens,
+        hidden_size], contiguous; partial: float32; out: of `dtype`, or float32. The same bits on every rank.
+
+        ranks_of: [num_tokens] int32, equal on every rank: bit r is set where rank r has an expert of the token. The
+        rows of `partial` of others are not read. Only where it `combines`."""
+        raise AssertionError("this group does not combine")
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """`tensor` of rank `source`, contiguous, bit by bit into that of every other rank."""
+        raise AssertionError("this group does not broadcast")
+
     @abstractmethod
     def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[..., n] on each rank -> [..., n * size], in rank order, the same bits on every rank; in `out`, contiguous

@@ -88,6 +88,8 @@ class Worker(TracedWorker):
         self._platform.synchronize()  # returns once the device's context exists
         has_device = time.monotonic()
         self._tp, self._link = connect(self._platform, self._layout, self.rank, self._rendezvous)
+        if self.config.parallel.expert_parallel:
+            self._tp.begin_combine()
         return {"device_s": has_device - started, "connect_s": time.monotonic() - has_device}
 
     @rpc(scope="engine")

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ringcore.kernels.all_reduce import SENTINEL_BYTE, PeerBuffers, all_gather_last_dim, all_reduce
+from ringcore.kernels.all_reduce import all_gather_last_dim, all_reduce
+from ringcore.kernels.peer_buffers import SENTINEL_BYTE, PeerBuffers
 
 CAPACITY = 1 << 16
 _DEADLINE_S = 60

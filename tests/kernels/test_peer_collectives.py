@@ -6,9 +6,11 @@ import pytest
 import torch
 from rank_series import in_processes, shared
 
+from ringcore.distributed.combine import PeerCombine
 from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
 from ringcore.distributed.peer_memory import PeerMemory
-from ringcore.kernels.all_reduce import PeerBuffers
+from ringcore.kernels.combine import combine_reference
+from ringcore.kernels.peer_buffers import PeerBuffers
 
 CPU = torch.device("cpu")
 SIZE = 2
@@ -111,3 +113,30 @@ def test_the_longest_sum_by_the_number_of_ranks(size, reduced, capacity):
 def test_what_goes_to_nccl_is_a_matter_of_shape(ranks, shape, dtype, reduces, gathers):
     tensor = torch.empty(shape, dtype=dtype)
     assert (ranks[0].can_reduce(tensor), ranks[0].can_gather(tensor)) == (reduces, gathers)
+
+
+def test_more_tokens_than_the_buffers_hold_are_combined_in_several_launches(monkeypatch):
+    """By the communicator, which decides by the bytes; hidden sizes that no launch takes are NCCL's."""
+    monkeypatch.setattr(PeerCombine, "_ROWS_BYTES", 1 << 12)
+    num_bytes = PeerBuffers.num_bytes(SIZE, PeerCombine.capacity_bytes(SIZE))
+    memory = [shared(num_bytes, CPU) for _ in range(SIZE)]
+    addresses = [one.data_ptr() for one in memory]
+    combines = [PeerCombine(PeerMemory(None, rank, addresses), rank, CPU) for rank in range(SIZE)]
+    partials = [torch.randn(19, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(SIZE)]
+    ranks_of = (torch.arange(19) % 4).int()
+    outs = shared(SIZE * 19 * 64 * 4, CPU).view(torch.float32).view(SIZE, 19, 64).fill_(1.0)
+    assert combines[0]._most(64) == 16
+
+    def work(rank):
+        tp = NcclCommunicator._of(rank, SIZE, object(), None, combines[rank])
+        assert tp.combines(1 << 16, 64, 8, torch.bfloat16)
+        assert not tp.combines(1 << 16, 68, 8, torch.bfloat16)
+        assert not tp.combines(1 << 16, 4096, 8, torch.bfloat16)
+        assert not tp.combines(64, 64, 8, torch.bfloat16)
+        tp.combine(partials[rank], ranks_of, outs[rank], torch.float32, adds=True)
+
+    in_processes(SIZE, work, 60)
+    assert (torch.cat(memory) == 0xFF).all(), "a word was left in a buffer"
+    for out in outs:
+        torch.testing.assert_close(out, combine_reference(partials, ranks_of, torch.float32, torch.ones(19, 64)))
+    assert not NcclCommunicator._of(0, SIZE, object(), None).combines(1 << 16, 64, 8, torch.bfloat16)

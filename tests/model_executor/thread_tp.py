@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 
 class ThreadRank(TensorParallel):
+    combines_all = False  # whether whole experts are combined, and not summed by an all-reduce
+
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[torch.Tensor | None]) -> None:
         self.rank, self.size = rank, size
         self._barrier, self._board = barrier, board
@@ -28,6 +30,19 @@ class ThreadRank(TensorParallel):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(tensor)).sum(0)
+
+    def combines(self, num_tokens: int, hidden_size: int, k: int, dtype: torch.dtype) -> bool:
+        return self.combines_all
+
+    def combine(
+        self, partial: torch.Tensor, ranks_of: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, adds: bool
+    ) -> None:
+        here = ((ranks_of >> self.rank) & 1).bool()[:, None]
+        total = torch.stack(self._exchange(partial.masked_fill(~here, 0))).sum(0).to(dtype)
+        out.copy_(out + total if adds else total)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(self._exchange(tensor)[source])
 
     def all_gather_last_dim(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.cat(self._exchange(tensor), -1, out=out)

@@ -2,16 +2,19 @@
 
 Where experts are split over ranks, each has a share of every expert (tensor parallel) or some whole experts (expert
 parallel). All ranks have all tokens, since the attention before is reduced over them; what each rank's share adds is
-summed by one all-reduce, in both ways.
+summed by one all-reduce in both ways; of whole experts by a combine where that sends less (`distributed/combine.py`).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, Routing
 from ringcore.model_executor import ops
+from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
 
 __all__ = ["BoundExperts"]
@@ -19,12 +22,18 @@ __all__ = ["BoundExperts"]
 
 class BoundExperts:
     def __init__(
-        self, matrices: ExpertMatrices, activate: Activate, tp: TensorParallel, normalise: Activate | None = None
+        self,
+        matrices: ExpertMatrices,
+        activate: Activate,
+        tp: TensorParallel,
+        normalise: Activate | None = None,
+        slots: ExpertSlots | None = None,
     ) -> None:
         """tp: the ranks over which the experts are split; a single one where each rank has all of them. The tensors
         are used as they are, so they may get new contents. normalise: of an expert's output, before its weight, which
-        is whole on one rank."""
+        is whole on one rank. slots: of whole experts, bound."""
         self.matrices, self._activate, self._normalise, self._tp = matrices, activate, normalise, tp
+        self._slots = slots
         self._has_kernels = ops.has_kernels(matrices.up.device)
         if self._has_kernels:
             from ringcore.kernels import experts
@@ -36,21 +45,41 @@ class BoundExperts:
         """x: [n, hidden_size] -> the weighted sum over the experts of each token, of x's shape and dtype, equal on
         every rank."""
         if self._tp.size > 1:
-            return self._tp.all_reduce(self._partial(x, routing)).to(x.dtype)
+            routing, ranks = self._placed(x, routing)
+            if ranks is None:
+                return self._tp.all_reduce(self._partial(x, routing)).to(x.dtype)
+            out = torch.empty_like(x)
+            self._tp.combine(self._partial(x, routing), ranks, out, x.dtype, adds=False)
+            return out
         if self._has_kernels:
             return self._by_kernels(x, routing, torch.empty_like(x))
         return self._grouped(x, routing).to(x.dtype)
 
     def add_to(self, rows: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
-        """rows [n, hidden_size] += self(x, routing), rounded once."""
+        """rows [n, hidden_size] += self(x, routing), rounded once; where it is combined, also before it is added."""
         if self._tp.size > 1:
-            self._tp.all_reduce_add(self._partial(x, routing), rows)
+            routing, ranks = self._placed(x, routing)
+            if ranks is None:
+                self._tp.all_reduce_add(self._partial(x, routing), rows)
+            else:
+                self._tp.combine(self._partial(x, routing), ranks, rows, x.dtype, adds=True)
         elif self._has_kernels:
             self._experts(
                 x, routing, self.matrices, self._activate, self._normalise, counters=self._counters, add_to=rows
             )
         else:
             rows.add_(self._grouped(x, routing))
+
+    def _placed(self, x: torch.Tensor, routing: Routing) -> tuple[Routing, torch.Tensor | None]:
+        """The slots of the pairs; and where the sum is to be a combine, which ranks have some of each token: see
+        `TensorParallel.combine`."""
+        if self._slots is None:
+            return routing, None
+        combines = self._tp.combines(len(x), x.shape[1], routing.k, x.dtype)
+        if not combines and not self._slots.is_balanced:  # the slots are the experts
+            return routing, None
+        placed = self._slots.placed(routing.experts)
+        return replace(routing, experts=placed.slots), placed.ranks if combines else None
 
     def _partial(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """What this rank's share adds, in float32."""

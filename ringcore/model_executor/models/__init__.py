@@ -28,18 +28,20 @@ def build_model(
     families: Families = FAMILIES,
     stage: Stage = ONLY_STAGE,
     expert_parallel: bool = False,
+    redundant_experts: int | None = None,
 ) -> CausalLM:
     """The model of one rank, without weights: what its stage of a pipeline has. Raises `ModelLoadError` for one that
     cannot be computed."""
     scheme_of = schemes_of(spec.quantization)
+    given = tp, dtype, max_model_len, scheme_of, stage, expert_parallel, redundant_experts
     match spec:
         case ModelSpec():
             native = model_class(spec.architecture, families)
-            return native(spec, tp, dtype, max_model_len, scheme_of, stage, expert_parallel)
+            return native(spec, *given)
         case TransformersSpec():
             from ringcore.model_executor.models.transformers import TransformersModel  # imports transformers: seconds
 
-            return TransformersModel(spec, tp, dtype, max_model_len, scheme_of, stage, expert_parallel)
+            return TransformersModel(spec, *given)
         case _:
             assert_never(spec)
 

@@ -13,6 +13,7 @@ from ringcore.attention.layer import AnyAttention
 from ringcore.checkpoint import ModelSpec
 from ringcore.checkpoint.expected_tensors import is_dispensable
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
+from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.weight import Tensors, Weight
 from ringcore.protocol.model_report import ModelReport
@@ -27,7 +28,7 @@ class CausalLM(ABC):
     hidden_size: int
     stage: Stage
     attention_layers: Sequence[AnyAttention]  # of the stage
-    elsewhere: Sequence[Weight]  # of other stages, and of the other ranks' experts
+    elsewhere: Sequence[Weight]  # of other stages, and all experts where each is on some ranks only
 
     @abstractmethod
     def __init__(
@@ -39,9 +40,16 @@ class CausalLM(ABC):
         scheme_of: SchemeOf,
         stage: Stage = ONLY_STAGE,
         expert_parallel: bool = False,
+        redundant_experts: int | None = None,
     ) -> None:
         """scheme_of: the linear scheme of a matrix, by its name in the checkpoint. stage: that it computes.
-        expert_parallel: each rank has whole experts of a mixture, and not a share of each."""
+        expert_parallel: each rank has whole experts of a mixture, and not a share of each. redundant_experts: see
+        `ExpertSlots`."""
+
+    @property
+    def expert_slots(self) -> Sequence[ExpertSlots]:
+        """Of the layers of the stage whose experts may be placed anew, in order."""
+        return ()
 
     def report(self) -> ModelReport:
         """What computes it."""

@@ -12,12 +12,14 @@ from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenCo
 from ringcore.checkpoint import Family, ModelSpec
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.norm import RMSNorm
 from ringcore.model_executor.layers.rotary import RotaryEmbedding
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
 from ringcore.model_executor.models.layer_builder import LayerBuilder
+from ringcore.model_executor.models.mixture import Experts
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.stages import layers_of, total_bytes
 from ringcore.model_executor.weight import SeenTensors, Tensors, Weight, WeightedLayer
@@ -41,6 +43,7 @@ class DenseDecoder(CausalLM):
         scheme_of: SchemeOf,
         stage: Stage = ONLY_STAGE,
         expert_parallel: bool = False,
+        redundant_experts: int | None = None,
     ) -> None:
         self.hidden_size = size = spec.hidden_size
         self.vocab_size, self.stage = spec.vocab_size, stage
@@ -53,8 +56,9 @@ class DenseDecoder(CausalLM):
         self._embedding_scale = scale if self.family.scaled_embeddings else None
         ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
         self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len) for rope in ropes]
+        split = expert_parallel, redundant_experts
         layers = [
-            self.build_layer(LayerBuilder(index, spec, tp, dtype, self.family, scheme_of, expert_parallel))
+            self.build_layer(LayerBuilder(index, spec, tp, dtype, self.family, scheme_of, *split))
             for index in range(spec.num_layers)
         ]
         self.norm = RMSNorm("norm", "model.norm", size, spec.rms_norm_eps, dtype, plus_one=self.family.norm_plus_one)
@@ -81,6 +85,11 @@ class DenseDecoder(CausalLM):
         others = dict.fromkeys([*before, *chain(*of_layers), *after])
         self.elsewhere = _weights_of(one for one in others if one not in set(self._weighted))
         self.elsewhere += [weight for layer in chain(*of_layers) for weight in layer.elsewhere()]
+
+    @property
+    def expert_slots(self) -> Sequence[ExpertSlots]:
+        found = (one.slots for one in self._weighted if isinstance(one, Experts))
+        return [slots for slots in found if slots is not None and slots.is_balanced]
 
     def report(self) -> ModelReport:
         return ModelReport("native", self._num_attention_layers)

@@ -41,6 +41,7 @@ class LayerBuilder:
     family: Family
     scheme_of: SchemeOf
     expert_parallel: bool = False
+    redundant_experts: int | None = None
 
     def in_model(self, name: str) -> str:
         return f"layers.{self.index}.{name}"
@@ -76,8 +77,8 @@ class LayerBuilder:
         names = self.in_model("router"), self.in_checkpoint(ROUTER)
         router = Router(*names, experts, spec.hidden_size, self.dtype)
         names = self.in_model("experts"), self.in_checkpoint("mlp")
-        size, split = spec.hidden_size, self.expert_parallel
-        return Mixture(router, Experts(*names, experts, size, self.dtype, self.tp, split, self.scheme_of))
+        size, split, redundant = spec.hidden_size, self.expert_parallel, self.redundant_experts
+        return Mixture(router, Experts(*names, experts, size, self.dtype, self.tp, split, self.scheme_of, redundant))
 
     def gated_mlp(self) -> GatedMLP:
         spec = self.spec

@@ -13,6 +13,7 @@ from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, ExpertWeight, Routing, route_reference
 from ringcore.model_executor import ops
 from ringcore.model_executor.expert_schemes.stacked import stacked_scheme, stacked_weight
+from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.layers.norm import AnyNorm
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
@@ -69,31 +70,33 @@ class Experts(WeightedLayer):
         tp: TensorParallel,
         expert_parallel: bool,
         scheme_of: SchemeOf,
+        redundant_experts: int | None = None,
     ) -> None:
-        """checkpoint_name: of the mixture. Raises `ModelLoadError` for experts that are not quantized alike."""
+        """checkpoint_name: of the mixture. redundant_experts: see `ExpertSlots`. Raises `ModelLoadError` for experts
+        that are not quantized alike."""
         self._tp, self._hidden, self._dtype, self._spec = tp, hidden_size, dtype, spec
         self._names = name, checkpoint_name
-        num_ranks = tp.size if expert_parallel else 1
         num_shares = 1 if expert_parallel else tp.size
-        assert spec.num_experts % num_ranks == 0, (spec, tp.size)
         assert spec.intermediate_size % num_shares == 0, (spec, tp.size)
         self._size = spec.intermediate_size // num_shares
         self._start = tp.rank * self._size if num_shares > 1 else 0
-        num_own = spec.num_experts // num_ranks
-        first = tp.rank * num_own if num_ranks > 1 else 0
-        self._own = range(first, first + num_own)
+        self.slots = ExpertSlots(spec.num_experts, tp, redundant_experts) if expert_parallel else None
         all_matrices = itertools.product(range(spec.num_experts), EXPERT_MATRICES)
         names = (expert_matrix(checkpoint_name, expert, matrix) for expert, matrix in all_matrices)
         self._scheme = stacked_scheme(names, scheme_of)
         self._matrices: ExpertMatrices
         self._bound: BoundExperts
 
+    @property
+    def _own(self) -> Sequence[int]:
+        return range(self._spec.num_experts) if self.slots is None else self.slots.own
+
     def weights(self) -> Sequence[Weight]:
         return self._weights(self._own)
 
     def elsewhere(self) -> Sequence[Weight]:
-        others = [expert for expert in range(self._spec.num_experts) if expert not in self._own]
-        return self._weights(others) if others else []
+        """All experts where each is on some ranks only: which are here may change."""
+        return [] if self.slots is None else self._weights(range(self._spec.num_experts))
 
     def _weights(self, experts: Sequence[int]) -> list[Weight]:
         """Of gate and up, and of down."""
@@ -120,12 +123,17 @@ class Experts(WeightedLayer):
         return self._tp.all_gather_last_dim(maxima).amax(-1, keepdim=True)
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
-        up, down = (self._bound_weight(shard, tensors) for shard in self._shards(self._own))
-        self._matrices = ExpertMatrices(up, down, first=self._own.start)
-        self._bound = BoundExperts(self._matrices, ExpertGate(), self._tp)
+        of_slots: list[SlotTensor] = []
+        up, down = (self._bound_weight(shard, tensors, of_slots) for shard in self._shards(self._own))
+        if self.slots is not None:
+            self.slots.bind(up.device, of_slots, self.refresh)
+        self._matrices = ExpertMatrices(up, down, first=0 if self.slots is None else self.slots.first)
+        self._bound = BoundExperts(self._matrices, ExpertGate(), self._tp, slots=self.slots)
 
-    def _bound_weight(self, shard: LinearShard, tensors: Tensors) -> ExpertWeight:
-        bound = {suffix: tensors.pop(weight.name) for suffix, weight in self._scheme.weights(shard).items()}
+    def _bound_weight(self, shard: LinearShard, tensors: Tensors, of_slots: list[SlotTensor]) -> ExpertWeight:
+        declared = self._scheme.weights(shard)
+        bound = {suffix: tensors.pop(weight.name) for suffix, weight in declared.items()}
+        of_slots += [SlotTensor(bound[suffix], weight.arrangement) for suffix, weight in declared.items()]
         return stacked_weight(self._scheme, shard, bound, len(self._own))
 
     def refresh(self) -> None:

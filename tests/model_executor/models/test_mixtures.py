@@ -79,10 +79,17 @@ def random_model(model_type: str) -> Any:
     return model
 
 
-def loaded(folder, tp: TensorParallel | None = None, expert_parallel: bool = False, impl: str = "transformers") -> Any:
+def loaded(
+    folder,
+    tp: TensorParallel | None = None,
+    expert_parallel: bool = False,
+    impl: str = "transformers",
+    redundant_experts: int | None = None,
+) -> Any:
     files = find_model(folder)
     spec = read_model_spec(files, FAMILIES, impl)
-    model = build_model(spec, tp or SingleRank(), torch.float32, 64, expert_parallel=expert_parallel)
+    split = {"expert_parallel": expert_parallel, "redundant_experts": redundant_experts}
+    model = build_model(spec, tp or SingleRank(), torch.float32, 64, **split)
     with pending_weights(model.weights(), files, 0, CPU, may_ignore=model.may_ignore) as tensors:
         model.bind(tensors, updatable=True)
     return model

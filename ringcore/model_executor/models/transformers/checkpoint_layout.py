@@ -100,13 +100,11 @@ class TensorLayout:
         return Weight(self.name, (rows, *last), self.dtype, parts, self._init)
 
     def elsewhere(self) -> list[Weight]:
-        """The checkpoint's tensors that it consists of and of which the rank's share has nothing."""
+        """The checkpoint's tensors that it consists of, where the rank has a share: of some it may have nothing."""
         if self.share is None:
             return []
-        own = {part.checkpoint_name for part in self.weight().parts}
-        others = (piece for piece in self.pieces if piece.checkpoint_name not in own)
-        parts = tuple(WeightPart(one.checkpoint_name, one.shape, 0, 0, one.shape[0]) for one in others)
-        return [Weight(self.name, self.shape, self.dtype, parts, self._init)] if parts else []
+        parts = tuple(WeightPart(one.checkpoint_name, one.shape, 0, 0, one.shape[0]) for one in self.pieces)
+        return [Weight(self.name, self.shape, self.dtype, parts, self._init)]
 
     def slice(self, dim: int, start: int, length: int) -> Weight:
         """Entries `start` to `start` + `length` along dim; of a whole tensor only."""

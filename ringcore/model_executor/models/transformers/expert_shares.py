@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ringcore.checkpoint.matrix_tensors import Inputs, MatrixTensor, Outputs
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.models.transformers.checkpoint_layout import Ranges
 from ringcore.model_executor.models.transformers.expert_forms import ExpertForm
 from ringcore.model_executor.models.transformers.refusal import Refused
 
-__all__ = ["BIASES", "ExpertShare", "shares_of_each", "whole_experts"]
+__all__ = ["BIASES", "ExpertShare", "shares_of_each", "slots_of", "whole_experts"]
 
 BIASES = (MatrixTensor("", (Outputs(),)),)
 _AXES = {"outputs": Outputs, "inputs": Inputs}
@@ -40,16 +42,21 @@ class ExpertShare:
         return Ranges(dim, tuple((start // axis.per_entry, length // axis.per_entry) for start, length in self.ranges))
 
 
-def whole_experts(up: str, num_experts: int, has_bias: bool, tp: TensorParallel) -> dict[str, ExpertShare]:
-    """By parameter of the module. up: the name of the first matrix."""
-    if num_experts % tp.size:
+def slots_of(num_experts: int, tp: TensorParallel, num_redundant: int | None) -> ExpertSlots:
+    """Raises `Refused` where the ranks would have different numbers of slots."""
+    if (num_experts + (num_redundant or 0)) % tp.size:
+        and_more = "" if num_redundant is None else f" and {num_redundant} redundant ones"
         raise Refused(
-            f"its {num_experts} experts do not divide over {tp.size} ranks; give expert_parallel=False, which splits "
-            "each of them, or another tensor_parallel_size"
+            f"its {num_experts} experts{and_more} do not divide over {tp.size} ranks; give expert_parallel=False, "
+            "which splits each of them, or another redundant_experts or tensor_parallel_size"
         )
-    length = num_experts // tp.size
+    return ExpertSlots(num_experts, tp, num_redundant)
+
+
+def whole_experts(up: str, own: Sequence[int], has_bias: bool) -> dict[str, ExpertShare]:
+    """By parameter of the module. up: the name of the first matrix; own: the rank's experts."""
     leaves = [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if has_bias else [])]
-    return {leaf: ExpertShare("experts", ((tp.rank * length, length),)) for leaf in leaves}
+    return {leaf: ExpertShare("experts", tuple((expert, 1) for expert in own)) for leaf in leaves}
 
 
 def shares_of_each(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,19 @@ from ringcore.kernels.expert_matrices import ExpertMatrices, ExpertWeight, Routi
 from ringcore.model_executor.expert_schemes.dense import DenseScheme
 from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 from ringcore.model_executor.expert_schemes.schemes import experts_scheme
+from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
-from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
+from ringcore.model_executor.models.transformers.checkpoint_layout import Ranges, TensorLayout
 from ringcore.model_executor.models.transformers.expert_forms import form_of, is_experts
-from ringcore.model_executor.models.transformers.expert_shares import BIASES, ExpertShare, shares_of_each, whole_experts
+from ringcore.model_executor.models.transformers.expert_shares import (
+    BIASES,
+    ExpertShare,
+    shares_of_each,
+    slots_of,
+    whole_experts,
+)
 from ringcore.model_executor.models.transformers.refusal import Refused
-from ringcore.model_executor.weight import CHECKPOINT_DTYPES
+from ringcore.model_executor.weight import CHECKPOINT_DTYPES, Weight
 
 __all__ = ["EXPERTS", "Experts"]
 
@@ -57,6 +65,8 @@ class Experts:
         self._modules: dict[str, Any] = {name: one for name, one in model.named_modules() if is_experts(one)}
         self._forms = {name: form_of(module) for name, module in self._modules.items()}
         self._tp: dict[str, TensorParallel] = {}  # of those that are split
+        self._slots: dict[str, ExpertSlots] = {}  # of whole experts
+        self._layouts: dict[str, TensorLayout] = {}  # of these, by the name of a tensor
 
     def __len__(self) -> int:
         return len(self._forms)
@@ -98,17 +108,21 @@ class Experts:
                 scheme.arrangement(tensor.suffix),
             )
 
-    def split(self, layouts: dict[str, TensorLayout], tp: TensorParallel, expert_parallel: bool) -> None:
+    def split(
+        self, layouts: dict[str, TensorLayout], tp: TensorParallel, expert_parallel: bool, redundant: int | None
+    ) -> None:
         """Leaves this rank its share of the tensors, of which the layouts become those of the share: with
         expert_parallel whole experts, else a share of the intermediate size of each, where that divides and the
-        activation may be split. Raises `Refused` where experts cannot be divided over the ranks."""
+        activation may be split. redundant: see `ExpertSlots`. Raises `Refused` where experts cannot be divided over the
+        ranks."""
         if expert_parallel and not self._forms:
             raise Refused("expert_parallel=True, and it has no experts of transformers' interface to split")
         for name, form in self._forms.items():
             module = self._modules[name]
             size = module.get_parameter(_DOWN).shape[1 if module.is_transposed else 2]
             if expert_parallel:
-                shares = whole_experts(_up(module), len(module.get_parameter(_DOWN)), module.has_bias, tp)
+                self._slots[name] = slots_of(len(module.get_parameter(_DOWN)), tp, redundant)
+                shares = whole_experts(_up(module), self._slots[name].own, module.has_bias)
             else:
                 shares = shares_of_each(_up(module), size, module.has_gate, module.has_bias, form, tp)
             for leaf, share in shares.items():
@@ -121,6 +135,8 @@ class Experts:
         for tensor in BIASES if is_bias else self._scheme(module).tensors:
             path = f"{name}.{leaf}{tensor.suffix}"
             layouts[path] = replace(layouts[path], share=share.ranges_of(tensor, path))
+            if name in self._slots:
+                self._layouts[path] = layouts[path]
         # What transformers' own code sees of it, also of quantized ones, which it does not read.
         (dense,), whole = BIASES if is_bias else DenseScheme(module.is_transposed).tensors, module.get_parameter(leaf)
         shape = share.ranges_of(dense, leaf).shape(whole.shape)
@@ -134,12 +150,37 @@ class Experts:
             if up is None or down is None:
                 continue
             tp = self._tp.get(name, SingleRank())
-            first = tp.rank * down.shape[0] if expert_parallel else 0
+            slots = self._slots.get(name)
             adds_bias = expert_parallel or tp.rank == 0  # of outputs: one of the ranks whose outputs are summed
             up_bias = module.get_parameter(f"{_up(module)}_bias") if module.has_bias else None
             down_bias = module.get_parameter(f"{_DOWN}_bias") if module.has_bias and adds_bias else None
-            matrices = ExpertMatrices(up, down, up_bias, down_bias, first)
-            module.ringcore = BoundExperts(matrices, form.activate, tp, form.normalise)
+            matrices = ExpertMatrices(up, down, up_bias, down_bias, 0 if slots is None else slots.first)
+            if slots is not None:
+                slots.bind(up.device, self._slot_tensors(name), partial(self._moved, name, matrices))
+            module.ringcore = BoundExperts(matrices, form.activate, tp, form.normalise, slots)
+
+    @property
+    def slots(self) -> list[ExpertSlots]:
+        """Of this stage, where they may be placed anew."""
+        return [one for name, one in self._slots.items() if one.is_balanced and "ringcore" in vars(self._modules[name])]
+
+    def declared(self, weight: Weight) -> Weight:
+        """A weight of the model, of the experts that the rank has now."""
+        layout = self._layouts.get(weight.name)
+        return weight if layout is None else layout.weight()
+
+    def _slot_tensors(self, name: str) -> list[SlotTensor]:
+        module = self._modules[name]
+        layouts = {path: one for path, one in self._layouts.items() if path.rpartition(".")[0] == name}
+        bound = module._parameters | module._buffers
+        return [SlotTensor(bound[path.rpartition(".")[2]], one.arrangement) for path, one in layouts.items()]
+
+    def _moved(self, name: str, matrices: ExpertMatrices) -> None:
+        share = Ranges(0, tuple((expert, 1) for expert in self._slots[name].own))
+        own = {path: one for path, one in self._layouts.items() if path.rpartition(".")[0] == name}
+        self._layouts |= {path: replace(one, share=share) for path, one in own.items()}
+        matrices.up.refresh()
+        matrices.down.refresh()
 
     def _scheme(self, module: Any) -> ExpertsScheme:
         return experts_scheme(self._format, module.is_transposed)

@@ -16,6 +16,7 @@ from ringcore.attention.layer import AnyAttention, Attention
 from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.checkpoint.quantization import Quantization
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
+from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall, record, record_masked
@@ -74,10 +75,12 @@ class TransformersModel(CausalLM):
         scheme_of: SchemeOf,
         stage: Stage = ONLY_STAGE,
         expert_parallel: bool = False,
+        redundant_experts: int | None = None,
     ) -> None:
         """Raises `ModelLoadError` with the reason why the model cannot be computed here."""
         # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
         self.stage, self._expert_parallel = stage, expert_parallel and tp.size > 1
+        self._redundant_experts = redundant_experts
         with refusals_of(spec), torch.inference_mode(False), torch.no_grad():
             self._build(spec, tp, dtype, max_model_len, scheme_of)
 
@@ -133,7 +136,7 @@ class TransformersModel(CausalLM):
         self._experts.store(layouts)
         if tp.size == 1:
             return {}
-        self._experts.split(layouts, tp, self._expert_parallel)
+        self._experts.split(layouts, tp, self._expert_parallel, self._redundant_experts)
         return shard(model, layouts, tp.detached(), self._fusion.replaced)
 
     def _take_stage(self, body: Body, chain: LayerChain, dtype: torch.dtype) -> None:
@@ -160,7 +163,12 @@ class TransformersModel(CausalLM):
 
     def weights(self) -> Sequence[Weight]:
         of_ours = [*self._fusion.weights().values(), *(linear.weights() for linear in self._quantized.values())]
-        return [*self._own_weights, *(weight for one in of_ours for weight in one)]
+        own = (self._experts.declared(weight) for weight in self._own_weights)
+        return [*own, *(weight for one in of_ours for weight in one)]
+
+    @property
+    def expert_slots(self) -> Sequence[ExpertSlots]:
+        return self._experts.slots
 
     def may_ignore(self, checkpoint_name: str) -> bool:
         """Also what transformers leaves out by its model class (layers that only predict several tokens at once), and
