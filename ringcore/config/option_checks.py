@@ -52,7 +52,10 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
 }
 
-_COUNTS = ("block_size", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_tokenizer_queue")
+_COUNTS = (
+    *("block_size", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "max_tokenizer_queue"),
+    "expert_balance_steps",
+)
 
 
 def check_values(options: Mapping[str, Any]) -> None:
@@ -116,6 +119,11 @@ def _check_counts(options: Mapping[str, Any]) -> None:
         raise bad_value("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
     for name in ("max_worker_restarts", "max_skip_ahead"):
         check_count(name, options[name], 0)
+    if options["redundant_experts"] is not None:
+        check_count("redundant_experts", options["redundant_experts"], 0, or_else="None")
+        if not options["expert_parallel"]:
+            remedy = "it is of whole experts on each rank; give expert_parallel=True too, or leave this out"
+            raise bad_value("redundant_experts", options["redundant_experts"], remedy)
     if options["max_logprobs"] != -1 or isinstance(options["max_logprobs"], bool):
         check_count("max_logprobs", options["max_logprobs"], 0, 2**31 - 1, or_else="-1 for no bound")
     for name in ("call_ring_bytes", "reply_ring_bytes"):
@@ -220,7 +228,7 @@ def check_together(
     if device.device_ids is not None:
         _check_device_ids(device, parallel)
     if parallel.expert_parallel:
-        _check_experts(spec, size)
+        _check_experts(spec, size, parallel.redundant_experts)
     if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what else cannot be split
         _check_split(spec, size, parallel.expert_parallel)
     elif not parallel.expert_parallel and (refused := refused_expert_shares(spec, size)) is not None:
@@ -237,14 +245,24 @@ def _check_device_ids(device: DeviceConfig, parallel: ParallelConfig) -> None:
         raise bad_value("device_ids", ids, "only of use with device='cuda' and executor='multiproc'; leave it out")
 
 
-def _check_experts(spec: AnySpec, size: int) -> None:
+def _check_experts(spec: AnySpec, size: int, redundant: int | None) -> None:
     """That each rank can have whole experts. Of a model of transformers the worker that builds it says it where the
     configuration has the number by another name."""
     if isinstance(spec, ModelSpec) and not spec.num_experts:
         raise bad_value("expert_parallel", True, f"a {spec.architecture} has no experts; leave it out")
-    if spec.num_experts % size:
+    most = spec.num_experts * (size - 1)
+    if spec.num_experts and redundant is not None and redundant > most:
+        reason = (
+            f"a rank has an expert once, so {size} ranks have at most {most} replicas of {spec.num_experts} experts"
+        )
+        raise bad_value("redundant_experts", redundant, f"{reason}; lower it")
+    if redundant and spec.num_experts and (spec.num_experts + redundant) % size:
+        reason = f"with its {spec.num_experts} experts they do not divide over tensor_parallel_size={size}"
+        fitting = -spec.num_experts % size
+        raise bad_value("redundant_experts", redundant, f"{reason}; give {fitting} or that and a multiple of {size}")
+    if not redundant and spec.num_experts % size:
         reason = f"its {spec.num_experts} experts do not divide over tensor_parallel_size={size}"
-        raise bad_value("expert_parallel", True, f"{reason}; leave it out, or change that")
+        raise bad_value("expert_parallel", True, f"{reason}; leave it out, or change that, or give redundant_experts")
 
 
 def _check_split(spec: ModelSpec, size: int, expert_parallel: bool) -> None:

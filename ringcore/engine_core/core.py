@@ -26,6 +26,7 @@ import msgspec
 from ringcore.config import EngineConfig
 from ringcore.engine_core.admin.operator_calls import OperatorCalls
 from ringcore.engine_core.admin.public_methods import PublicMethods, engine_method
+from ringcore.engine_core.expert_balance import ExpertBalance
 from ringcore.engine_core.grammar_gate import GrammarGate
 from ringcore.engine_core.health import engine_health
 from ringcore.engine_core.kv_loads import KVLoads
@@ -114,6 +115,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         gate = RequestGate(self._scheduler, self._grammars, self._supervisor, self._steps, self._pending_outputs)
         self._memory = MemoryControl(self._calls.submit, gate, config.device.enable_sleep_mode)
         self._operations = Operations(self._buffer_step)
+        of_experts = self._calls.submit, self._operations, self._memory.states, gate, lambda: self._steps.num_completed
+        self._experts = ExpertBalance(config.parallel, *of_experts)
         self.note_send = self._steps.note_send
         parts = self._scheduler, self._steps.times, self._grammars, self._pending_outputs
         self._operator_calls = OperatorCalls(self, *parts, clock)
@@ -189,6 +192,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         The caller must consume every `OutputColumns`, in order, with one `OutputReader`.
         """
         self._supervisor.check_alive()
+        self._experts.drive()
         if self._operations:
             self._operations.drive()
         return self._buffered.popleft() if self._buffered else self._advance(block, max_steps)
@@ -349,7 +353,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
 
     def step_metrics(self) -> StepMetrics:
         """Histograms of the steps since the first call."""
-        return msgspec.structs.replace(self._steps.times.metrics(), stored_kv=self._kv_loads.stats())
+        of_parts = {"stored_kv": self._kv_loads.stats(), "experts": self._experts.stats()}
+        return msgspec.structs.replace(self._steps.times.metrics(), **of_parts)
 
     @property
     def num_restarts(self) -> int:

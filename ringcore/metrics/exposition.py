@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from ringcore.metrics.histogram import HistogramCounts
 from ringcore.metrics.request_log import HISTOGRAMS, RequestLog
 from ringcore.metrics.step_log import StepMetrics
+from ringcore.protocol.expert_placement import ExpertBalanceStats
 from ringcore.protocol.messages import EngineReady
 from ringcore.protocol.requests import EngineStats
 from ringcore.protocol.stored_kv import LevelCounts, StoredKVStats
@@ -147,6 +148,8 @@ class _EngineMetrics:
             yield from self._of_steps(steps)
             if steps.stored_kv is not None:
                 yield from self._of_store(steps.stored_kv)
+            if steps.experts is not None:
+                yield from self._of_experts(steps.experts)
         if ready is not None:
             yield from self._of_workers(ready)
 
@@ -190,6 +193,21 @@ class _EngineMetrics:
         yield self._families.histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", steps.tokens)
         yield self._families.histogram("ringcore:step_seconds", "The time of a step.", steps.seconds)
         yield self._families.histogram("ringcore:step_requests", "Requests in a step.", steps.requests)
+
+    def _of_experts(self, experts: ExpertBalanceStats) -> Iterable[Metric]:
+        counter, gauge = self._families.counter, self._families.gauge
+        mean = (
+            "The largest load of a rank in terms of the mean, 1 for even ones; the mean over the layers of a mixture."
+        )
+        yield gauge("ringcore:expert_imbalance", mean, experts.mean_imbalance)
+        yield gauge(
+            "ringcore:expert_imbalance_max", "As ringcore:expert_imbalance, of the worst.", experts.max_imbalance
+        )
+        hottest = "The largest share of one expert of all pairs of a token and an expert of a layer."
+        yield gauge("ringcore:expert_hottest_share", hottest, experts.hottest_share)
+        yield counter("ringcore:expert_placements", "Layers whose experts were placed anew.", experts.num_placements)
+        moved = "Bytes of weights of experts moved between ranks, all ranks."
+        yield counter("ringcore:expert_moved_bytes", moved, experts.moved_bytes)
 
     def _of_store(self, stored: StoredKVStats) -> Iterable[Metric]:
         counter, gauge = self._families.counter, self._families.gauge

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from ringcore.metrics.histogram import BucketHistogram, HistogramCounts
+from ringcore.protocol.expert_placement import ExpertBalanceStats
 from ringcore.protocol.stored_kv import StoredKVStats
 
 __all__ = ["StepLog", "StepMetrics"]
@@ -27,6 +28,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     tokens: HistogramCounts  # prompt tokens and others
     requests: HistogramCounts  # the batch size
     stored_kv: StoredKVStats | None = None  # with a store beyond the device
+    experts: ExpertBalanceStats | None = None  # with redundant_experts
 
 
 class StepLog:

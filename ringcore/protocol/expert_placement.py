@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["ExpertLoad", "ExpertPlacement"]
+__all__ = ["ExpertBalanceStats", "ExpertLoad", "ExpertPlacement"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +71,14 @@ class ExpertLoad(msgspec.Struct, frozen=True):
 
     counts: list[int]
     experts: list[int]  # `ExpertPlacement.experts`
+
+
+class ExpertBalanceStats(msgspec.Struct, frozen=True):
+    """As of the last time that loads were read; counts are since the engine's start. The load of a rank is the pairs of
+    a token and an expert that it computed of a layer."""
+
+    mean_imbalance: float = 1.0  # over the layers: the largest load of a rank in terms of the mean
+    max_imbalance: float = 1.0
+    hottest_share: float = 0.0  # over the layers: the largest share of one expert of all pairs
+    num_placements: int = 0  # of a layer's experts
+    moved_bytes: int = 0  # of weights, of all ranks

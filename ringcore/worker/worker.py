@@ -16,6 +16,7 @@ from ringcore.host.resources import process_usage, resident_bytes
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
+from ringcore.protocol.expert_placement import ExpertLoad
 from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.protocol.stored_kv import LoadReport
@@ -154,6 +155,7 @@ class Worker(TracedWorker):
         self._kv_cache_bytes = own.total_bytes
         if self._host_store is not None:
             self._rank_memory = RankMemory(platform, self._host_store)
+        loaded.expert_loads()  # those of dummy steps are dropped
         warm_up_s, graphs_left = time.monotonic() - has_pages, float(self._runner.num_graphs_left)
         seconds = {"pages_s": has_pages - started, "warm_up_s": warm_up_s}
         return {**seconds, "graphs_left": graphs_left, "model": loaded.model.report()}
@@ -203,6 +205,22 @@ class Worker(TracedWorker):
         """What came of these loads in flight. Waits up to wait_s seconds for one to end."""
         assert self._kv_store is not None, "there is no store"
         return LoadReport(self._kv_store.results(numbers, wait_s), self._kv_store.counts())
+
+    @rpc(scope="engine")
+    def expert_loads(self) -> list[ExpertLoad]:
+        """The tokens of experts since the call before, and where they are: see `LoadedModel.expert_loads`. Empty but on
+        the first rank of a stage, as all have the same."""
+        loads = _require(self._loaded, "load_model").expert_loads()
+        return loads if self._layout.tensor_rank_of(self.rank) == 0 else []
+
+    @rpc(scope="engine")
+    def place_experts(self, stage: int, layer: int, experts: list[int]) -> int:
+        """Places the experts of a layer of a stage anew, on all its ranks together; -> the bytes written here."""
+        self._awake_runner()
+        loaded, platform = _require(self._loaded, "load_model"), _require(self._platform, "init_device")
+        num_bytes = loaded.place_experts(layer, experts) if stage == self._stage.index else 0
+        platform.synchronize()
+        return num_bytes
 
     # Sleep and wake: the engine tracks whether the contents are valid, and calls all ranks alike.
 

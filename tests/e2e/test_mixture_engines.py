@@ -62,6 +62,30 @@ def test_two_ranks_with_whole_experts_also_after_the_death_of_one(model, impl):
         assert_generates(core, model)
 
 
+@pytest.mark.long_form
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_replicas_that_are_placed_anew_asleep_updated_and_after_a_death(model, impl):
+    """The short form is `tests/engine_core/test_expert_balance.py`, with ranks as threads as above."""
+    ranks = OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 2, "expert_parallel": True}
+    replicas = {"redundant_experts": 2, "expert_balance_steps": 3, "max_worker_restarts": 1, "enable_sleep_mode": True}
+    with make_core(model.path, model_impl=impl, **ranks | replicas) as core:
+        for _ in range(2):
+            assert_generates(core, model)
+        placed = core.step_metrics().experts
+        assert placed is not None
+        assert placed.num_placements > 0
+        assert placed.moved_bytes > 0
+        core.sleep()
+        core.wake_up()
+        assert_generates(core, model)
+        core.sleep(2)
+        core.wake_up()
+        core.reload_weights(model.path)
+        assert_generates(core, model)
+        os.kill(core.ready.pids["worker 1"], signal.SIGKILL)
+        assert_generates(core, model)
+
+
 def test_what_cannot_be_divided_is_refused_before_a_worker_starts(model, tiny_qwen2):
     with pytest.raises(ConfigError, match="a Qwen2ForCausalLM has no experts; leave it out"):
         make_core(tiny_qwen2, expert_parallel=True, **OPTIONS)
@@ -69,5 +93,11 @@ def test_what_cannot_be_divided_is_refused_before_a_worker_starts(model, tiny_qw
         three = OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 3, "model_impl": impl}
         with pytest.raises(ConfigError, match="its 4 experts do not divide over tensor_parallel_size=3"):
             make_core(model.path, expert_parallel=True, **three)
+    two = OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 2}
+    for number, reason in ((1, "do not divide over tensor_parallel_size=2; give 0 or"), (6, "at most 4 replicas of 4")):
+        with pytest.raises(ConfigError, match=reason):
+            make_core(model.path, expert_parallel=True, redundant_experts=number, **two)
+    with pytest.raises(ConfigError, match="redundant_experts=2: it is of whole experts on each rank"):
+        make_core(model.path, redundant_experts=2, **two)
     with pytest.raises(ConfigError, match="size 32 of an expert does not divide into 3 ranks; give expert_parallel"):
         make_core(model.path, **OPTIONS | {"executor": "multiproc", "tensor_parallel_size": 3})

@@ -104,16 +104,19 @@ class ExpertSlots:
         for slot, expert in targets:
             if slot // placement.slots_per_rank == rank:
                 here[expert].append(slot % placement.slots_per_rank)
-        step = max(1, _PIECE_BYTES // len(moved))
+        step = min(own.shape[1], max(1, _PIECE_BYTES // len(moved)))
+        staging = own.new_empty(len(moved), step)
         for begin in range(0, own.shape[1], step):
-            piece, kept = own[:, begin : begin + step], []
-            for expert in moved:
+            piece = own[:, begin : begin + step]
+            read = [rows[: piece.shape[1]] for rows in staging]
+            for expert, rows in zip(moved, read, strict=True):
                 source, slot = divmod(old.experts.index(expert), old.slots_per_rank)
-                rows = piece[slot].clone() if source == rank else piece.new_empty(piece.shape[1])
+                if source == rank:
+                    rows.copy_(piece[slot])
                 self._tp.broadcast(rows, source)
-                kept += [(target, rows) for target in here[expert]]
-            for target, rows in kept:
-                piece[target].copy_(rows)
+            for expert, rows in zip(moved, read, strict=True):
+                for target in here[expert]:
+                    piece[target].copy_(rows)
         return sum(map(len, here.values())) * own.shape[1]
 
     def _fill_tables(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.loader import pending_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.base import CausalLM
+from ringcore.protocol.expert_placement import ExpertLoad
 from ringcore.worker.platforms.platform import Platform
 
 __all__ = ["BuiltModel", "LoadedModel"]
@@ -35,6 +36,17 @@ class LoadedModel:
 
     def kv_cache_spec(self, cache: CacheConfig) -> dict[str, KVCacheSpec]:
         return _kv_cache_spec(self.model, self.dtype, cache)
+
+    @torch.inference_mode()
+    def expert_loads(self) -> list[ExpertLoad]:
+        """Of each layer whose experts may be placed anew, since the call before."""
+        return [ExpertLoad(one.take_counts(), list(one.placement.experts)) for one in self.model.expert_slots]
+
+    @torch.inference_mode()
+    def place_experts(self, layer: int, experts: Sequence[int]) -> int:
+        """layer: an index of `expert_loads`; experts: of each slot -> the bytes written."""
+        slots = self.model.expert_slots[layer]
+        return slots.move(replace(slots.placement, experts=tuple(experts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,7 @@ class BuiltModel:
             config.model.context_len,
             stage=stage,
             expert_parallel=config.parallel.expert_parallel,
+            redundant_experts=config.parallel.redundant_experts,
         )
         _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
         return cls(model, dtype, time.monotonic() - start)

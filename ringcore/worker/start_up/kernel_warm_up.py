@@ -113,6 +113,7 @@ class FewLayers:
             TORCH_DTYPES[dtype],
             few.context_len,
             expert_parallel=config.parallel.expert_parallel,
+            redundant_experts=config.parallel.redundant_experts,
         )
         return cls(config, model, dtype)
 
