@@ -173,8 +173,11 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
     ),
     **_all("speculative_config spec_method spec_model spec_tokens", "speculative decoding is not served; leave it out"),
     **_all("enable_expert_parallel", "it is expert_parallel here", False),
+    **_all("enable_eplb", "give redundant_experts=N here: experts are placed by their tokens, also with 0", False),
+    **_all("num_redundant_experts", "it is redundant_experts here", 0),
+    **_all("eplb_config", "give redundant_experts and expert_balance_steps, between which tokens are counted"),
     **_all(
-        "enable_ep_weight_filter moe_backend all2all_backend eplb_config enable_eplb expert_placement_strategy "
+        "enable_ep_weight_filter moe_backend all2all_backend expert_placement_strategy "
         "enable_elastic_ep elastic_ep_max_dp_size enable_return_routed_experts",
         _OWN_DESIGN,
         False,

@@ -136,6 +136,46 @@ def test_the_collectives_of_ranks_are_found(tiny_llama, tmp_path, has_peers):
     assert types == {("*bf16", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp32"), ("*fp32", "*fp32", "*fp32")}
 
 
+EXPERTS_SCRIPT = """
+    import torch
+    import triton_for_sm90
+    from ringcore.attention.backends.triton import TritonBackend
+    from ringcore.model_executor import ops
+    ops.has_kernels = lambda device: True
+    TritonBackend.refusal = classmethod(lambda cls, *args, **kwargs: None)
+
+    from ringcore import EngineConfig
+    from ringcore.distributed import combine
+    from ringcore.distributed.communicator import NcclCommunicator
+    from ringcore.worker.start_up.kernel_warm_up import FewLayers, intercept_steps
+    from ringcore.distributed.peer_memory import PeerMemory
+    from ringcore.worker.platforms.cpu import CpuPlatform
+
+    combine._LEAST_SAVED_BYTES = -(1 << 40)
+    config = EngineConfig.from_options(
+        model={model!r}, load_format="dummy", attention_backend="triton", tensor_parallel_size=2, device="cpu",
+        expert_parallel=True, redundant_experts=2,
+    )
+    peers = combine.PeerCombine(PeerMemory(None, 1, [1 << 20, 1 << 21]), 1, torch.device("cpu"))
+    tp = NcclCommunicator._of(1, 2, object(), None, peers)
+    caught = intercept_steps(FewLayers.of(config, tp, "bfloat16"), CpuPlatform(), tp)
+    print(*sorted({{variant.kernel.__name__ for variant in caught}}))
+"""
+
+
+@pytest.mark.long_form
+def test_the_kernels_of_whole_experts_are_found(tmp_path):
+    """A launch of the combine would wait forever."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 200}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 96}
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, **sizes}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | experts | {"max_position_embeddings": 512}))
+    names = run(EXPERTS_SCRIPT.format(model=str(folder)), tmp_path / "cache").split()
+    assert {"_combine_kernel", "_place_kernel", "_sort_kernel", "grouped_kernel"} <= set(names)
+
+
 @pytest.mark.parametrize("max_model_len", [1, 2, 20, 128])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 40])
 def test_steps_stay_within_the_limits(tiny_llama, max_model_len, max_num_seqs):
