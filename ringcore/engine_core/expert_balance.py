@@ -79,6 +79,7 @@ class ExpertBalance:
         ]
         self._note([(counts, placement) for _, _, counts, placement in layers])
         for stage, index, counts, current in layers:
+            yield iter((False, True)).__next__  # the engine steps between: a placement takes some milliseconds
             placed = balanced_placement(counts, current)
             if current.imbalance(counts) - placed.imbalance(counts) >= _MIN_GAIN:
                 yield from self._move(stage, index, placed)

@@ -1,97 +1,139 @@
-"""A placement of experts on ranks by how many tokens each had: pure functions.
-
-Method: replicas to the experts with the most tokens a replica, one after the other; then the replicas with the most
-tokens first, each to the rank with the least ("longest processing time first", Graham 1969), as in DeepSeek's
-"Expert Parallelism Load Balancer" within one host.
-"""
+"""A placement of experts on ranks by how many tokens each had: a pure function."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
 
 from ringcore.protocol.expert_placement import ExpertPlacement
 
 __all__ = ["balanced_placement"]
 
+_EVEN = 1.02  # an imbalance that is not worth another change
+_LEAST_GAIN = 1e-9  # of the largest load, of a change: rounding is less
+
 
 def balanced_placement(counts: Sequence[int], current: ExpertPlacement) -> ExpertPlacement:
-    """Of as many slots as `current`, and of an imbalance that is lower; else `current` itself. Experts that stay on
-    their rank stay in their slot. counts: [num_experts], tokens of each."""
-    groups = _packed(counts, _num_replicas(counts, current), current)
-    placed = _in_slots(groups, current)
-    return placed if placed.imbalance(counts) < current.imbalance(counts) else current
+    """Of as many slots as `current`, and of an imbalance that is not higher. counts: [num_experts], tokens of each.
+
+    A local search, since weights are moved for every slot that changes. In turn the rank with the highest load
+    exchanges one of its experts with another rank; or a replica of one takes a slot of another rank, from an expert
+    that has replicas or is moved aside. Of these it makes the change after which the ranks that it concerns have the
+    lowest highest load, and ends where that is not lower than before. No rank has an expert twice.
+    """
+    search = _Search(np.array(counts, dtype=np.float64), current)
+    for _ in current.experts:
+        if not search.improve():
+            break
+    found, ranks = replace(current, experts=tuple(search.slots.tolist())), range(current.num_ranks)
+    experts = [_in_old_slots(current.of_rank(rank), found.of_rank(rank)) for rank in ranks]
+    placed = replace(current, experts=tuple(chain(*experts)))
+    return placed if placed.imbalance(counts) <= current.imbalance(counts) else current
 
 
-def _num_replicas(counts: Sequence[int], current: ExpertPlacement) -> list[int]:
-    """Of each expert: at most one a rank."""
-    replicas = [1] * current.num_experts
-    for _ in range(len(current.experts) - current.num_experts):
-        left = (expert for expert, number in enumerate(replicas) if number < current.num_ranks)
-        replicas[max(left, key=lambda expert: (counts[expert] / replicas[expert], -replicas[expert], -expert))] += 1
-    return replicas
+def _in_old_slots(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    """The experts of a rank, those that it had in their slots."""
+    others = iter(expert for expert in new if expert not in old)
+    return tuple(expert if expert in new else next(others) for expert in old)
 
 
-def _packed(counts: Sequence[int], replicas: Sequence[int], current: ExpertPlacement) -> list[list[int]]:
-    """The experts of as many groups as there are ranks, each group of as many as a rank has slots, none twice."""
-    groups: list[list[int]] = [[] for _ in range(current.num_ranks)]
-    loads, size = [0.0] * current.num_ranks, current.slots_per_rank
-    # Those with many replicas have few groups to choose from when the groups are full, so they come first among equals.
-    order = sorted(range(len(replicas)), key=lambda expert: (-counts[expert] / replicas[expert], -replicas[expert]))
-    for expert in order:
-        for _ in range(replicas[expert]):
-            free = [rank for rank, group in enumerate(groups) if len(group) < size]
-            fitting = (
-                (loads[one], expert not in current.of_rank(one), one) for one in free if expert not in groups[one]
-            )
-            rank = min(fitting, default=(0, False, None))[2]
-            if rank is None:  # every group with room has it: one of another takes the room
-                rank = _made_room(groups, loads, free[0], expert, counts, replicas)
-            groups[rank].append(expert)
-            loads[rank] += counts[expert] / replicas[expert]
-    return groups
+class _Search:
+    """Invariant: `_replicas` and `_has` are those of `slots`."""
 
+    def __init__(self, counts: np.ndarray, current: ExpertPlacement) -> None:
+        self.slots = np.array(current.experts)
+        self._counts, self._num_ranks, size = counts, current.num_ranks, current.slots_per_rank
+        self._rank_of = np.arange(len(self.slots)) // size
+        self._replicas = np.bincount(self.slots, minlength=current.num_experts)
+        self._has = np.zeros((current.num_ranks, current.num_experts), dtype=bool)  # whether a rank has an expert
+        self._has[self._rank_of, self.slots] = True
 
-def _made_room(
-    groups: list[list[int]],
-    loads: list[float],
-    free: int,
-    expert: int,
-    counts: Sequence[int],
-    replicas: Sequence[int],
-) -> int:
-    """Moves the lightest expert that it can into group `free` out of one without `expert`; -> that group."""
-    found = [
-        (counts[other] / replicas[other], rank, other)
-        for rank, group in enumerate(groups)
-        if expert not in group
-        for other in group
-        if other not in groups[free]
-    ]
-    load, rank, other = min(found)
-    groups[rank].remove(other)
-    groups[free].append(other)
-    loads[rank] -= load
-    loads[free] += load
-    return rank
+    def improve(self) -> bool:
+        """Makes the best change of the rank with the highest load; False where none is better than nothing."""
+        shares = self._counts / self._replicas
+        loads = np.bincount(self._rank_of, shares[self.slots], self._num_ranks)
+        hot = int(loads.argmax())
+        if loads[hot] <= _EVEN * loads.mean():
+            return False
+        own, others = np.flatnonzero(self._rank_of == hot), np.flatnonzero(self._rank_of != hot)
+        replicated = others[self._replicas[self.slots[others]] > 1]
+        swapped = self._after_swaps(shares, loads, own, others)
+        replaced = self._after_replicas(shares, loads, own, replicated)
+        best = min(swapped.min(initial=np.inf), replaced.min(initial=np.inf))
+        if not best < loads[hot] * (1 - _LEAST_GAIN):
+            return self._move_aside(shares, loads, own)
+        if swapped.min(initial=np.inf) == best:
+            one, other = np.unravel_index(swapped.argmin(), swapped.shape)
+            self._put([(own[one], self.slots[others[other]]), (others[other], self.slots[own[one]])])
+        else:
+            one, other = np.unravel_index(replaced.argmin(), replaced.shape)
+            self._put([(replicated[other], self.slots[own[one]])])
+        return True
 
+    def _move_aside(self, shares: np.ndarray, loads: np.ndarray, own: np.ndarray) -> bool:
+        """A replica of the expert in `own` with the most tokens takes the slot of another rank's expert with the least,
+        which takes that of a replica elsewhere. False where all loads together, the highest first, are no lower."""
+        lacking = [slot for slot in own if not self._has[:, self.slots[slot]].all()]
+        if not lacking:
+            return False
+        expert = self.slots[max(lacking, key=lambda slot: (shares[self.slots[slot]], -slot))]
+        rank = int(np.where(self._has[:, expert], np.inf, loads).argmin())
+        there = np.flatnonzero(self._rank_of == rank)
+        aside = int(there[shares[self.slots[there]].argmin()])
+        moved = self.slots[aside]
+        is_free = (self._replicas[self.slots] > 1) & (self.slots != expert) & ~self._has[self._rank_of, moved]
+        best, changes = self._falling(self.slots), None
+        for slot in np.flatnonzero(is_free & (self._rank_of != rank)).tolist():
+            slots = self.slots.copy()
+            slots[aside], slots[slot] = expert, moved
+            if (after := self._falling(slots)) < best:
+                best, changes = after, [(aside, expert), (slot, moved)]
+        if changes is not None:
+            self._put(changes)
+        return changes is not None
 
-def _in_slots(groups: list[list[int]], current: ExpertPlacement) -> ExpertPlacement:
-    """Each group on the rank that has the most of it already."""
-    ranks = range(current.num_ranks)
-    pairs = [(len({*groups[group]} & {*current.of_rank(rank)}), group, rank) for group in ranks for rank in ranks]
-    of_rank: dict[int, list[int]] = {}
-    taken: set[int] = set()
-    for _, group, rank in sorted(pairs, key=lambda pair: (-pair[0], pair[1], pair[2])):
-        if rank not in of_rank and group not in taken:
-            of_rank[rank] = groups[group]
-            taken.add(group)
-    experts: list[int] = []
-    for rank in ranks:
-        new = sorted(expert for expert in of_rank[rank] if expert not in current.of_rank(rank))
-        experts += [old if old in of_rank[rank] else new.pop(0) for old in _once(current.of_rank(rank))]
-    return ExpertPlacement(tuple(experts), current.num_experts, current.num_ranks)
+    def _falling(self, slots: np.ndarray) -> list[float]:
+        """The loads of the ranks, the highest first; so rounded that a change by rounding is none."""
+        shares = self._counts / np.maximum(1, np.bincount(slots, minlength=len(self._counts)))
+        loads = np.bincount(self._rank_of, shares[slots], self._num_ranks)
+        found: list[float] = np.sort(np.round(loads / max(1.0, loads.sum()), 9))[::-1].tolist()
+        return found
 
+    def _after_swaps(self, shares: np.ndarray, loads: np.ndarray, own: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """The highest load of both ranks after slots exchange their experts: [own, others]; infinite where a rank has
+        the expert already."""
+        here, there, ranks = self.slots[own], self.slots[others], self._rank_of[others]
+        less = shares[here][:, None] - shares[there]
+        after: np.ndarray = np.maximum(loads[self._rank_of[own[0]]] - less, loads[ranks] + less)
+        after[self._has[:, here][ranks].T | self._has[self._rank_of[own[0]], there]] = np.inf
+        return after
 
-def _once(experts: Sequence[int]) -> list[int]:
-    """Second replicas on one rank are no experts."""
-    return [expert if expert not in experts[:slot] else -1 for slot, expert in enumerate(experts)]
+    def _after_replicas(
+        self, shares: np.ndarray, loads: np.ndarray, own: np.ndarray, replicated: np.ndarray
+    ) -> np.ndarray:
+        """The highest load of the ranks concerned after a replica of an expert in `own` takes a slot of `replicated`,
+        which holds one of several replicas: [own, replicated]; infinite where the rank has the expert already."""
+        here, there, ranks = self.slots[own], self.slots[replicated], self._rank_of[replicated]
+        share = self._counts[here] / (self._replicas[here] + 1)
+        has_one, has_other = self._has[:, here].T[:, None], self._has[:, there].T[None]  # [own, replicated, rank]
+        takes = (ranks[:, None] == np.arange(self._num_ranks))[None]
+        more = self._counts[there] / np.maximum(1, self._replicas[there] - 1) - shares[there]
+        after = loads + has_one * (share - shares[here])[:, None, None]
+        after = after + np.where(takes, -shares[there][:, None], has_other * more[:, None])
+        after = after + takes * share[:, None, None]
+        highest: np.ndarray = np.where(has_one | has_other | takes, after, -np.inf).max(-1, initial=-np.inf)
+        highest[self._has[:, here][ranks].T] = np.inf
+        return highest
+
+    def _put(self, changes: Sequence[tuple[int, int]]) -> None:
+        """Experts into slots."""
+        for slot, _ in changes:
+            self._replicas[self.slots[slot]] -= 1
+            self._has[self._rank_of[slot], self.slots[slot]] = False
+        for slot, expert in changes:
+            self.slots[slot] = expert
+            self._replicas[expert] += 1
+            self._has[self._rank_of[slot], expert] = True

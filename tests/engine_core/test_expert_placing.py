@@ -59,7 +59,7 @@ def test_two_hot_experts_of_a_rank_are_parted() -> None:
     placed = balanced_placement([9, 9, 1, 1, 1, 1, 1, 1], placement)
     assert placed.rank_loads([9, 9, 1, 1, 1, 1, 1, 1]) == [12, 12]
     even = [5] * 8
-    assert balanced_placement(even, placement) is placement
+    assert balanced_placement(even, placement) == placement
 
 
 @pytest.mark.parametrize(("redundant", "experts"), [(0, (0, 1, 2, 3)), (2, (0, 1, 2, 2, 3, 0)), (4, (0, 1, 2, 3) * 2)])
