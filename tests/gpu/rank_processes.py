@@ -187,3 +187,40 @@ def check_graph(tp: NcclCommunicator, device: torch.device, length: int | None, 
         if replay % 3 == 0:
             wrong += (tp.all_reduce(parts[tp.rank]).int() != total).sum()
     return int(wrong)
+
+
+def check_combine(tp: NcclCommunicator, device: torch.device) -> tuple[int, str]:
+    """Combines of several sizes, of whole numbers, eagerly and in a graph whose routing changes; a broadcast -> (how
+    many numbers were wrong, a digest of all bits that came out)."""
+    tp.begin_combine()
+    wrong, digest = 0, hashlib.sha256()
+    for seed, (num_tokens, hidden) in enumerate(((tp.size, 8), (61, 2048), (512, 4096), (5000, 1032))):
+        for dtype in (torch.bfloat16, torch.float32):
+            parts = [numbers(seed, rank, num_tokens * hidden, torch.float32, device, True) for rank in range(tp.size)]
+            parts = [part.view(num_tokens, hidden) for part in parts]
+            ranks_of = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+            out, rows = (torch.zeros(num_tokens, hidden, dtype=one, device=device) for one in (dtype, torch.float32))
+
+            def layer(part=parts[tp.rank], ranks_of=ranks_of, out=out, rows=rows, dtype=dtype):
+                tp.combine(part, ranks_of, out, dtype, adds=False)
+                rows.fill_(7)
+                tp.combine(part, ranks_of, rows, dtype, adds=True)
+
+            layer()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                layer()
+            for number in range(5):
+                token = torch.arange(num_tokens, device=device)
+                ranks_of.copy_((token * 5 + number) % (1 << tp.size))
+                (layer if number % 2 else graph.replay)()
+                here = [((ranks_of >> rank) & 1)[:, None] for rank in range(tp.size)]
+                total = torch.stack([part * bit for part, bit in zip(parts, here, strict=True)]).sum(0)
+                wrong += int((out.float() != total).sum() + (rows != total + 7).sum())
+                for tensor in (out, rows):
+                    digest.update(tensor.view(torch.uint8).cpu().numpy().tobytes())
+    sent = torch.arange(1 << 20, device=device).to(torch.uint8)
+    received = sent.clone() if tp.rank == tp.size - 1 else torch.zeros_like(sent)
+    tp.broadcast(received, tp.size - 1)
+    return wrong + int((received != sent).sum()), digest.hexdigest()

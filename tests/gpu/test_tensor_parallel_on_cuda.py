@@ -11,7 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from engine import generate, make_core, tokens
-from rank_processes import check_graph, check_sums, hammer, on_gpus
+from rank_processes import check_combine, check_graph, check_sums, hammer, on_gpus
+from reference import differences
+from transformers_models import NEW_TOKENS, saved
 
 from ringcore import SamplingParams
 
@@ -44,6 +46,26 @@ def test_a_thousand_calls_of_ranks_that_are_late(size, tmp_path):
 @pytest.mark.parametrize("length", [1024, 32768, 600_000, None], ids=["small", "larger", "large", "by NCCL"])
 def test_graphs_of_collectives(size, tmp_path, length):
     assert on_gpus(size, tmp_path, check_graph, length, 60) == [0] * size
+
+
+def test_combines_are_exact_and_the_same_on_every_rank(size, tmp_path):
+    if not all(torch.cuda.can_device_access_peer(0, peer) for peer in range(1, size)):
+        pytest.skip("these GPUs do not reach each other's memory")
+    results = on_gpus(size, tmp_path, check_combine)
+    assert [wrong for wrong, _ in results] == [0] * size
+    assert len({digest for _, digest in results}) == 1
+
+
+def test_whole_experts_with_replicas_that_are_placed_anew(size, tmp_path):
+    """In graphs, whose tables change under them. The tokens are those of transformers."""
+    model = saved("qwen3_moe", tmp_path)
+    prompts = [entry.prompt_token_ids for entry in model.entries]
+    options = OPTIONS | {"tensor_parallel_size": size, "expert_balance_steps": 5}
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with make_core(model.path, expert_parallel=True, redundant_experts=size, **options) as core:
+        for salt in ("first", "second", "third"):
+            found = tokens(generate(core, prompts, greedy, salt=salt))
+            assert differences(model.entries, found) == []
 
 
 @pytest.fixture(scope="module")
