@@ -22,6 +22,7 @@ from ringcore.model_executor.loader import load_weights, pending_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.folder_check import check_folder
 from ringcore.model_executor.weight_update import WeightUpdate
+from ringcore.protocol.expert_placement import ExpertPlacement
 from ringcore.protocol.folder_check import FolderCheckStart
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def read(folder):
 
 def loaded(folder, tp: TensorParallel | None = None, expert_parallel: bool = False, **options: Any) -> Any:
     files, spec = read(folder)
-    model = build_model(spec, tp or SingleRank(), torch.float32, 64, expert_parallel=expert_parallel)
+    model = build_model(spec, tp or SingleRank(), torch.float32, 64, expert_parallel=expert_parallel, **options)
     with pending_weights(model.weights(), files, 0, CPU, may_ignore=model.may_ignore) as tensors:
         model.bind(tensors, updatable=True)
     return model
@@ -111,6 +112,19 @@ def test_two_ranks_have_half_of_the_blocks_and_scales(saved, expert_parallel):
     for nbytes, logits in on_all_ranks(2, run):
         torch.testing.assert_close(logits, logits_of(hf), atol=1e-4, rtol=1e-4)
         assert nbytes == 4 * 3 * 32 * 64 * 4.25 / 8
+
+
+def test_blocks_and_scales_are_moved_between_ranks(saved):
+    folder, hf = saved
+
+    def run(tp: TensorParallel) -> torch.Tensor:
+        model = loaded(folder, tp, True, redundant_experts=2)
+        for slots in model.expert_slots:
+            slots.move(ExpertPlacement((3, 2, 1, 1, 0, 3), 4, 2))
+        return step(model)
+
+    for logits in on_all_ranks(2, run):
+        torch.testing.assert_close(logits, logits_of(hf), atol=1e-4, rtol=1e-4)
 
 
 class Ranks(SingleRank):

@@ -24,6 +24,7 @@ from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedEx
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.weight_update import WeightUpdate
+from ringcore.protocol.expert_placement import ExpertPlacement
 
 CPU = torch.device("cpu")
 IDS = [6, 5, 4, 90, 12, 13, 60, 33, 2, 17, 54]
@@ -100,12 +101,12 @@ def saved(tmp_path_factory):
     return of
 
 
-def loaded(folder, tp, expert_parallel) -> Any:
+def loaded(folder, tp, expert_parallel, **options: Any) -> Any:
     """By an update of random weights, which derived numbers follow."""
     files = find_model(folder)
     spec = read_model_spec(files, FAMILIES)
     check_checkpoint(files, spec, FAMILIES)
-    model = build_model(spec, tp, torch.float32, 64, expert_parallel=expert_parallel)
+    model = build_model(spec, tp, torch.float32, 64, expert_parallel=expert_parallel, **options)
     tensors = load_weights(model.weights(), find_model(folder, "dummy"), 0, CPU, new_memory)
     model.bind(dict(tensors), updatable=True)
     update = WeightUpdate(model.weights(), tensors, model.elsewhere)
@@ -131,6 +132,21 @@ def test_logits_are_those_of_what_the_codes_mean(saved, kind, size, expert_paral
         return DenseRun(model, 64, 1, device=CPU).step({0: IDS})
 
     for logits in on_all_ranks(size, run):
+        torch.testing.assert_close(logits, expected, atol=0.1 if kind in ROUNDS_INPUTS else 3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_experts_are_moved_with_their_scales(saved, kind):
+    """And what is derived from them; in another order, with replicas."""
+    folder, expected = saved(kind)
+
+    def run(tp: Any) -> torch.Tensor:
+        model = loaded(folder, tp, True, redundant_experts=2)
+        for slots in model.expert_slots:
+            slots.move(ExpertPlacement((3, 2, 1, 1, 0, 3), 4, 2))
+        return DenseRun(model, 64, 1, device=CPU).step({0: IDS})
+
+    for logits in on_all_ranks(2, run):
         torch.testing.assert_close(logits, expected, atol=0.1 if kind in ROUNDS_INPUTS else 3e-4, rtol=0)
 
 
