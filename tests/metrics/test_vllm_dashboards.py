@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from fake_engine import make_model_folder
 from prometheus_client import generate_latest
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ringcore.config import EngineConfig
 from ringcore.front_end.engine_metrics import EngineMetrics, make_registry_of
 from ringcore.metrics import StepLog
+from ringcore.protocol.expert_placement import ExpertBalanceStats
 from ringcore.protocol.messages import EngineReady
 from ringcore.protocol.requests import NO_STATS
 
@@ -68,7 +70,8 @@ class Client:
     last_ready = EngineReady(100, 16, 1600, 64, 25.0, {}, [], {}, 2048)
 
     def call_engine(self, method, timeout):
-        return StepLog().metrics()
+        experts = ExpertBalanceStats(1.25, 1.5, 0.125, num_placements=3, moved_bytes=4096)
+        return msgspec.structs.replace(StepLog().metrics(), experts=experts)
 
 
 class NoPrompts:
@@ -96,6 +99,18 @@ def test_the_kv_cache(samples):
     (found,) = [one.labels for one in samples if one.name == "vllm:cache_config_info" and one.labels["engine"] == "1"]
     assert (found["block_size"], found["num_gpu_blocks"], found["kv_cache_size_tokens"]) == ("16", "100", "1600")
     assert (found["enable_prefix_caching"], found["num_gpu_blocks_override"]) == ("True", "101")
+
+
+def test_the_load_of_experts(samples):
+    """Which vLLM has in its log alone."""
+    found = {one.name.removeprefix("ringcore:"): one.value for one in samples if one.name.startswith("ringcore:expert")}
+    assert found == {
+        "expert_imbalance": 1.25,
+        "expert_imbalance_max": 1.5,
+        "expert_hottest_share": 0.125,
+        "expert_placements_total": 3,
+        "expert_moved_bytes_total": 4096,
+    }
 
 
 @pytest.mark.parametrize("name", PROCESS)
