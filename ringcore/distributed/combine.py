@@ -1,4 +1,4 @@
-"""The combine of expert parallelism: when it sends less than an all-reduce, over peer memory and gloo.
+"""The combine of expert parallelism: when it sends less than an all-reduce, and how over peer memory.
 
 Attention leaves every token on every rank, so nothing is sent to experts: a rank takes the pairs of its own experts.
 What they add must reach all ranks again. An all-reduce adds up every row of every rank. A combine sends a row only from
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ringcore.distributed.peer_memory import CudaPeerDriver, PeerMemory
 
-__all__ = ["GlooCombine", "PeerCombine", "combine_bytes", "saves_bytes"]
+__all__ = ["PeerCombine", "combine_bytes", "saves_bytes"]
 
 _PARTIAL_BYTES = 4  # of a number of a partial sum
 # What must be saved: about what an NVLink carries while a second exchange, of the sums, waits for the first.
@@ -32,9 +30,7 @@ def combine_bytes(num_tokens: int, hidden_size: int, k: int, num_ranks: int, ite
     return numbers * (_PARTIAL_BYTES * share_with_experts + itemsize)
 
 
-def saves_bytes(
-    num_tokens: int, hidden_size: int, k: int, num_ranks: int, itemsize: int, *, is_one_shot: bool = False
-) -> bool:
+def saves_bytes(num_tokens: int, hidden_size: int, k: int, num_ranks: int, itemsize: int, *, is_one_shot: bool) -> bool:
     """Whether a combine is to take the place of an all-reduce of float32. is_one_shot: in which a rank sends its whole
     message to every other one; else it is a ring's, a reduce-scatter and an all-gather."""
     if num_tokens < num_ranks:
@@ -101,37 +97,3 @@ class PeerCombine:
 
     def close(self) -> None:
         self._memory.close()
-
-
-class GlooCombine:
-    """By an all-to-all of rows, whose numbers each rank knows from the routing, and an all-gather of the sums."""
-
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self._rank, self._size = group, rank, size
-
-    def __call__(
-        self, partial: torch.Tensor, ranks_of: torch.Tensor, out: torch.Tensor, rounds_to: torch.dtype, adds: bool
-    ) -> None:
-        """As `TensorParallel.combine`."""
-        num_tokens, hidden_size = partial.shape
-        bounds = [rank * num_tokens // self._size for rank in range(self._size + 1)]
-        begin, end = bounds[self._rank], bounds[self._rank + 1]
-        has_row = [((ranks_of >> rank) & 1).bool() for rank in range(self._size)]
-        owned = list(pairwise(bounds))
-        sent = partial[has_row[self._rank]]
-        num_sent = [int(has_row[self._rank][first:last].sum()) for first, last in owned]
-        num_received = [int(rows[begin:end].sum()) for rows in has_row]
-        received = partial.new_empty(sum(num_received), hidden_size)
-        self._group.alltoall_base(received, sent, num_received, num_sent).wait()
-        total = partial.new_zeros(max(last - first for first, last in owned), hidden_size)
-        for rank, rows in enumerate(torch.split(received, num_received)):  # in the order of the ranks
-            total[: end - begin][has_row[rank][begin:end]] += rows
-        sums = total.to(rounds_to)
-        gathered = sums.new_empty(self._size, *sums.shape)
-        self._group._allgather_base(gathered.flatten(0, 1), sums).wait()
-        for rank, (first, last) in enumerate(owned):
-            rows = gathered[rank, : last - first]
-            if adds:
-                out[first:last] += rows
-            else:
-                out[first:last] = rows

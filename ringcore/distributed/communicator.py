@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from ringcore.distributed.combine import GlooCombine, PeerCombine, saves_bytes
+from ringcore.distributed.combine import PeerCombine, saves_bytes
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.peer_memory import CudaPeerDriver, PeerMemory
 from ringcore.distributed.rendezvous import Rendezvous
@@ -29,15 +29,6 @@ class GlooCommunicator(TensorParallel):
         self.rank = rank
         self.size = size
         self._group: Any = ProcessGroupGloo(rendezvous.store(name), rank, size, rendezvous.gloo_options())
-
-    def combines(self, num_tokens: int, hidden_size: int, k: int, dtype: torch.dtype) -> bool:
-        return saves_bytes(num_tokens, hidden_size, k, self.size, dtype.itemsize)
-
-    def combine(
-        self, partial: torch.Tensor, ranks_of: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, adds: bool
-    ) -> None:
-        assert self._group is not None, "closed"
-        GlooCombine(self._group, self.rank, self.size)(partial, ranks_of, out, dtype, adds)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         assert self._group is not None, "closed"

@@ -86,7 +86,7 @@ def _owner_of(token, num_tokens, size: tl.constexpr):
     return owner, owner * num_tokens // size
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens"])
+@triton.jit(do_not_specialize=["rank", "num_tokens"], do_not_specialize_on_alignment=["ranks_of"])
 def _combine_kernel(
     partial,  # [num_tokens, hidden_size] float32
     ranks_of,  # [num_tokens] int32: bit r is set where rank r has an expert of the token

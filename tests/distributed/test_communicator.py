@@ -111,26 +111,6 @@ def test_a_rank_alone_adds_its_own_part() -> None:
     assert torch.equal(residual, torch.arange(6.0).view(2, 3) + 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_combine_is_the_sum_over_the_ranks_that_have_experts_of_a_token(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Of both, of one, of none; an odd number of tokens; rows of ranks without an expert are not read."""
-    partials = [torch.randn(5, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    ranks_of = torch.tensor([3, 1, 2, 0, 3], dtype=torch.int32)
-    here = [((ranks_of >> rank) & 1)[:, None] for rank in range(2)]
-    expected = (partials[0] * here[0] + partials[1] * here[1]).to(dtype)
-
-    def work(group: GlooCommunicator) -> tuple[torch.Tensor, torch.Tensor]:
-        partial = partials[group.rank].masked_fill(here[group.rank] == 0, float("nan"))
-        out, rows = torch.empty(5, 8, dtype=dtype), torch.ones(5, 8)
-        group.combine(partial, ranks_of, out, dtype, adds=False)
-        group.combine(partial, ranks_of, rows, dtype, adds=True)
-        return out, rows
-
-    for out, rows in on_two_ranks(tmp_path, work):
-        assert torch.equal(out, expected)
-        assert torch.equal(rows, 1 + expected.float())
-
-
 def test_a_broadcast_leaves_every_bit(tmp_path: Path) -> None:
     def work(group: GlooCommunicator) -> torch.Tensor:
         tensor = torch.arange(256).to(torch.uint8) if group.rank == 1 else torch.zeros(256, dtype=torch.uint8)
