@@ -13,10 +13,10 @@ import functools
 
 import torch
 
-from ringcore.kernels.experts_measured import MEASURED
+from ringcore.kernels.experts_measured import MEASURED, MEASURED_E2M1
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import DENSE_NUMBERS, Numbers, fastest_dot
+from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, Numbers, fastest_dot
 
 __all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "max_items"]
 
@@ -38,10 +38,10 @@ def choose_grouped(
     dtype: torch.dtype,
     numbers: Numbers = DENSE_NUMBERS,
 ) -> DotConfig:
-    """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item. numbers: of
-    quantized weights no tile was measured."""
+    """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item."""
     is_packed = numbers != DENSE_NUMBERS
-    measured = {} if is_packed else MEASURED.get((num_experts, k, num_weights, num_inputs), {})
+    tables = {DENSE_NUMBERS: MEASURED, E2M1_NUMBERS: MEASURED_E2M1}
+    measured = tables.get(numbers, {}).get((num_experts, k, num_weights, num_inputs), {})
     if dtype != torch.float32 and (up_to := min((limit for limit in measured if limit >= num_tokens), default=0)):
         return measured[up_to]
     if num_tokens <= MAX_FEW_TOKENS:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ringcore.kernels.skinny_tiles import DotConfig
 
-__all__ = ["MEASURED"]
+__all__ = ["MEASURED", "MEASURED_E2M1"]
 
 Shape = tuple[int, int, int, int]  # num_experts, k, num_weights (of gate and up together), num_inputs
 
@@ -44,5 +44,17 @@ MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
         64: DotConfig(128, 128, 8, 3, 1, block_rows=16),
         256: DotConfig(128, 64, 8, 4, 1, block_rows=32),
         1024: DotConfig(128, 64, 4, 4, 1, block_rows=128),
+    },
+}
+
+# As `MEASURED`, of weights in MXFP4.
+MEASURED_E2M1: Mapping[Shape, Mapping[int, DotConfig]] = {
+    (32, 4, 5760, 2880): {
+        4: DotConfig(128, 128, 4, 6, 1, block_rows=16),
+        32: DotConfig(128, 128, 4, 3, 1, block_rows=16),
+    },
+    (32, 4, 2880, 2880): {
+        4: DotConfig(64, 128, 4, 6, 1, block_rows=16),
+        32: DotConfig(128, 128, 4, 3, 1, block_rows=16),
     },
 }

@@ -32,6 +32,7 @@ _ROUNDED_ROWS = 64  # few rows of FP8 times FP8
 _ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
 _ROUNDED_PROGRAMS = 2 * NUM_SMS
 _ROUNDED_FMA_INPUTS = 8192
+_MAX_PACKED_ROWS = 128
 _NIBBLE_PROGRAMS = 2 * NUM_SMS
 
 _MANY_PACKED = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
@@ -63,8 +64,8 @@ def choose_packed(
     is_gated: bool = False,
     by_fma: bool = False,
 ) -> Config | None:
-    """As `choose`, of a quantized weight, for any number of rows; None: there are none. by_fma: one row, of a weight
-    that `packed_fma_kernel` multiplies.
+    """As `choose`, of a quantized weight; None: none, or so many that the weight is to be expanded for cuBLAS. by_fma:
+    one row, of a weight that `packed_fma_kernel` multiplies.
 
     Microseconds on an H200 with the norm, 4-bit weights in groups of 128, one row by FMA, and by tensor cores:
 
@@ -74,17 +75,23 @@ def choose_packed(
         | 2 x 12,288, gated | 11.4  | 24.0 | 27.1  | 28.2 | 41.9 |
         | 4,096 x 12,288    | 5.7   | 12.9 | 20.5  | 22.4 | 26.7 |
 
+    And of 64, 256 and 2,048 rows, by the fastest tile, and by cuBLAS of 16 bits without the expansion:
+
+        | 6,144 x 4,096     | 23.9, 66.6, 299  | 16.3, 21.6, 130 |
+        | 2 x 12,288, gated | 62.7, 183, 1,245 | 52.0, 73.3, 512 |
+        | 4,096 x 12,288    | 35.3, 117, 689   | 31.1, 41.7, 249 |
+
     Tiles of bytes and of e2m1 for tensor cores were not measured: they are those of the model of times.
     """
-    if num_rows < 1:
+    if not 1 <= num_rows <= _MAX_PACKED_ROWS:
         return None
     if by_fma:
         return _packed_fma(num_inputs, is_gated)
     num_weights = num_outputs * (2 if is_gated else 1)
-    if num_rows > _MAX_DOT_ROWS:
-        return many_packed(numbers)
     if numbers == NIBBLE_NUMBERS:
         return _nibble_dot(num_weights, num_inputs, num_rows)
+    if num_rows > _MAX_DOT_ROWS:
+        return many_packed(numbers)
     return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
 
 
@@ -97,8 +104,13 @@ def _packed_fma(num_inputs: int, is_gated: bool) -> PackedFmaConfig:
 
 
 def _nibble_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
-    """By what was measured: tiles of 256 inputs, but for more than 16 rows of a weight of many."""
+    """As measured: for up to 32 rows tiles of 256 inputs, but for more than 16 of a weight that has many."""
     tiles = -(-num_weights // 128)
+    if num_rows > _MAX_DOT_ROWS:
+        if num_weights >= _MANY_WEIGHTS:
+            return DotConfig(256, 64, 8, 3, 1, prefetched_inputs=0)
+        splits = min(4 if num_rows <= 64 else 2, max(1, num_inputs // 128))
+        return DotConfig(128, 64, 8, 4, splits, prefetched_inputs=0)
     has_few = num_rows <= 16 or tiles <= 32
     block_inputs, num_stages = (256, 4) if has_few else (128, 3)
     least = NUM_SMS - 4 if num_rows > 16 and has_few else _NIBBLE_PROGRAMS

@@ -103,7 +103,7 @@ _TILES = (
     DotConfig(128, 128, 8, 3, 1),
 )
 # Of e2m1: tiles of 256 inputs took ten times as long.
-_E2M1_TILES = (DotConfig(64, 128, 4, 6, 1), DotConfig(128, 128, 4, 5, 1), DotConfig(64, 128, 4, 4, 1))
+_E2M1_TILES = (DotConfig(128, 128, 4, 6, 1), DotConfig(128, 128, 4, 3, 1))
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 

@@ -67,10 +67,10 @@ def errors(outputs, expected) -> np.ndarray:
 @pytest.mark.parametrize(
     ("options", "mean", "largest"),
     [
-        # Sums in another order, after which some number is rounded to the next code.
-        ({"dtype": "float32"}, 2e-3, 0.1),
-        ({"dtype": "float32", "long_prefill_token_threshold": 50}, 2e-3, 0.1),
-        ({"dtype": "float32", "enforce_eager": True, "steps_in_flight": 1}, 2e-3, 0.1),
+        # Sums in another order, after which some number is rounded to the next code: 0.0035 on an H200.
+        ({"dtype": "float32"}, 6e-3, 0.1),
+        ({"dtype": "float32", "long_prefill_token_threshold": 50}, 6e-3, 0.1),
+        ({"dtype": "float32", "enforce_eager": True, "steps_in_flight": 1}, 6e-3, 0.1),
         # Random weights: a CPU in bfloat16 is 0.12 away.
         ({"dtype": "bfloat16"}, 0.3, 2.0),
         ({"dtype": "bfloat16", "enable_sleep_mode": True}, 0.3, 2.0),

@@ -1,5 +1,5 @@
 """The product on a GPU: of 16-bit weights few rows by fused kernels (`skinny_linear`), many rows by cuBLAS; of
-quantized weights any rows by the kernels, which expand them in their tiles."""
+quantized weights by kernels that expand them in their tiles, many rows by cuBLAS after a kernel that expands them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KernelProduct(Product):
         derived: Derived | None = None,
     ) -> None:
         """out_dtype: of `__call__`, for a linear without bias; None: the weight's. derived: of a quantized weight."""
-        from ringcore.kernels import round_rows, skinny_configs, skinny_linear, skinny_tiles
+        from ringcore.kernels import expand_weight, round_rows, skinny_configs, skinny_linear, skinny_tiles
 
         assert bias is None or out_dtype is None
         self.weight = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
@@ -47,6 +47,7 @@ class KernelProduct(Product):
         self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig
         self._row_norm = round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
+        self._expand = expand_weight.expand_weight
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         """out: of the dtype that `__call__` returns."""
@@ -70,12 +71,11 @@ class KernelProduct(Product):
         if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
             rows.add_(self._by_cublas(x))
             return
-        assert isinstance(self.weight, torch.Tensor), "a quantized weight is for kernels alone"
         num_splits = self._choose_split_k(*self.weight.shape, len(x))
         if num_splits > 1:
-            hidden.defer_add(_split_k_linear(x, self.weight, num_splits))
+            hidden.defer_add(_split_k_linear(x, self._dense(), num_splits))
         else:
-            torch.addmm(rows, x, self.weight.t(), out_dtype=torch.float32, out=rows)
+            torch.addmm(rows, x, self._dense().t(), out_dtype=torch.float32, out=rows)
 
     def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
@@ -121,11 +121,13 @@ class KernelProduct(Product):
             counters=self._counters,
         )
 
+    def _dense(self) -> torch.Tensor:
+        return self.weight if isinstance(self.weight, torch.Tensor) else self._expand(self.weight)
+
     def _by_cublas(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        assert isinstance(self.weight, torch.Tensor), "a quantized weight is for kernels alone"
         if self._out_dtype is not None and x.is_cuda:
-            return torch.mm(x, self.weight.t(), out_dtype=self._out_dtype, out=out)
-        product = torch.nn.functional.linear(x, self.weight, self._bias)
+            return torch.mm(x, self._dense().t(), out_dtype=self._out_dtype, out=out)
+        product = torch.nn.functional.linear(x, self._dense(), self._bias)
         if out is not None:
             return out.copy_(product)
         return product if self._out_dtype is None else product.to(self._out_dtype)
