@@ -9,7 +9,7 @@ import triton.language as tl
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.packed_weight import NIBBLES_E2M1, PackedWeight
 from ringcore.kernels.weight_groups import has_quads
-from ringcore.kernels.weight_tiles import load_packed, load_quad, rescaled, spread_columns, tile_arguments
+from ringcore.kernels.weight_tiles import load_packed, load_quad, rescaled, tile_arguments
 
 __all__ = ["expand_weight"]
 
@@ -34,25 +34,27 @@ def _expand_kernel(
     is_whole: tl.constexpr = num_inputs % block_inputs == 0
     dtype: tl.constexpr = out.dtype.element_ty
     targets = out + rows.to(tl.int64)[:, None] * num_inputs
-    in_bounds = (outputs < num_outputs)[:, None]
     if pdl:
         gdc_launch_dependents()
         gdc_wait()  # products before this one may still read what is overwritten
     if has_quads(layout):
-        run: tl.constexpr = layout[7]
-        inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)[None, :]
         a, b, c, d, _ = load_quad(weight, packed, rows, at, num_inputs, block_inputs, is_whole, dtype, True, layout)
-        tl.store(targets + inputs, rescaled(a, dtype, layout), mask=in_bounds & (inputs < num_inputs))
-        inputs += run
-        tl.store(targets + inputs, rescaled(b, dtype, layout), mask=in_bounds & (inputs < num_inputs))
-        inputs += run
-        tl.store(targets + inputs, rescaled(c, dtype, layout), mask=in_bounds & (inputs < num_inputs))
-        inputs += run
-        tl.store(targets + inputs, rescaled(d, dtype, layout), mask=in_bounds & (inputs < num_inputs))
+        numbers = rescaled(_in_order(a, b, c, d, layout), dtype, layout)
     else:
-        inputs = at + tl.arange(0, block_inputs)[None, :]
         numbers = load_packed(weight, packed, rows, at, num_inputs, block_inputs, is_whole, True, layout)
-        tl.store(targets + inputs, numbers.to(dtype), mask=in_bounds & (inputs < num_inputs))
+    inputs = at + tl.arange(0, block_inputs)[None, :]
+    tl.store(targets + inputs, numbers.to(dtype), mask=(outputs < num_outputs)[:, None] & (inputs < num_inputs))
+
+
+@triton.jit
+def _in_order(a, b, c, d, layout: tl.constexpr):
+    """Of tiles [n, m] as of `load_quad`: [n, 4 * m], the numbers of consecutive inputs, so that they are stored as such
+    and no sector of memory is written in parts."""
+    run: tl.constexpr = layout[7]
+    n: tl.constexpr = a.shape[0]
+    m: tl.constexpr = a.shape[1]
+    quads = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [n, m // run, run, 4])
+    return tl.reshape(tl.permute(quads, (0, 1, 3, 2)), [n, 4 * m])
 
 
 def expand_weight(weight: PackedWeight) -> torch.Tensor:
