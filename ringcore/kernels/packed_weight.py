@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ringcore.kernels.skinny_configs import choose_packed
-from ringcore.kernels.skinny_tiles import Config
+from ringcore.kernels.skinny_tiles import Config, DotConfig
 from ringcore.kernels.skinny_times import BYTE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, Numbers
 
 __all__ = [
@@ -80,4 +80,7 @@ class PackedWeight:
     def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
         """As `skinny_configs.choose`."""
         by_fma = num_rows == 1 and self.has_chunks
-        return choose_packed(num_outputs, num_inputs, num_rows, self.numbers, is_gated=is_gated, by_fma=by_fma)
+        config = choose_packed(num_outputs, num_inputs, num_rows, self.numbers, is_gated=is_gated, by_fma=by_fma)
+        if self.dtype == torch.float32 and isinstance(config, DotConfig):  # x takes twice the shared memory
+            return replace(config, block_weights=64, block_inputs=64, num_warps=4, num_stages=2)
+        return config
