@@ -331,7 +331,7 @@ def item(**fields):
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "'required'"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}}}}, "text.format", "schema"),
         ({"reasoning": {"effort": "most"}}, "reasoning", "'high'"),
-        ({"moderation": {}}, "moderation", "not permitted"),
+        ({"moderation": {"model": "a"}}, "moderation", "nothing is moderated here"),
         ({"input": "x" * 5000}, "input", "max_model_len"),
         ({"tools": [TOOL | {"parameters": {"a": "\ud800"}}], "tool_choice": "none"}, "tools", "JSON"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"a": "\ud800"}}}}, "text.format", ""),

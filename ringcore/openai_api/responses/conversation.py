@@ -41,6 +41,7 @@ def conversation(body: InputTokensRequest, messages: ItemMessages, params: Sampl
 
 async def count_input_tokens(model: ServedModel, body: InputTokensRequest, store: ResponseStore) -> InputTokens:
     """Of the prompt that a response to it would have. Raises `InvalidRequestError` and `ApiError`."""
+    model.check_fields(body)
     model.name(body.model)
     asked = conversation(body, read_items(body, store), SamplingParams())
     with fields_named(CLIENT_NAMES):

@@ -54,6 +54,7 @@ class Responses:
         answer_id: str | None = None,
         seed: int | None = None,
     ) -> None:
+        model.check_fields(body)
         self._body, self._store, self._seed = body, store, seed
         self._answer = Answer.of("resp", model.name(body.model), answer_id or f"resp_{uuid4().hex}")
         self._messages = read_items(body, store)
