@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from lm_eval.__main__ import cli_evaluate
+import importlib
+import sys
 
-import ringcore.lm_eval.model
+__all__ = ["main"]
 
-__all__ = ["ringcore"]  # the import registers the model
+
+def main() -> None:
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ModuleNotFoundError as error:
+        sys.exit(f"ringcore: there is no module {error.name!r}; run pip install 'ringcore[lm-eval]'")
+    importlib.import_module("ringcore.lm_eval.model")  # registers it
+    cli_evaluate()
+
 
 if __name__ == "__main__":
-    cli_evaluate()
+    main()

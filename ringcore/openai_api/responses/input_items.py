@@ -41,8 +41,11 @@ def _fields(kind: str, item: Mapping[str, Any]) -> dict[str, Any]:
             return {"role": role, "content": parts}
 
 
-def _parts(content: str | list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [{"type": kind, "text": content}] if isinstance(content, str) else content
+def _parts(content: Any, kind: str) -> list[dict[str, Any]]:
+    """Parts as they are; none of what is neither a text nor parts, as a summary may be, which is not read."""
+    if isinstance(content, str):
+        return [{"type": kind, "text": content}]
+    return content if isinstance(content, list) else []
 
 
 def list_items(
