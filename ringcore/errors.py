@@ -185,7 +185,7 @@ def error_from_wire(wire: Mapping[str, Any]) -> RingcoreError:
 def unknown_option(option: str, valid: Iterable[str], what: str) -> UnknownOptionError:
     """The error for a keyword that is not in `valid`; names the nearest one. `what` is e.g. "engine option"."""
     names = sorted(valid)
-    close = difflib.get_close_matches(option, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(option, names, n=1, cutoff=0.6)
     nearest = close[0] if close else None
     remedy = f"did you mean {nearest!r}?" if nearest else f"valid names: {', '.join(names)}"
     return UnknownOptionError(f"unknown {what} {option!r}; {remedy}", option=option, nearest=nearest)

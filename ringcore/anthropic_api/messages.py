@@ -28,6 +28,7 @@ class Messages:
     num_prompts = n = 1
 
     def __init__(self, model: ServedModel, body: MessagesRequest) -> None:
+        model.check_fields(body)
         if body.thread is not None:
             raise _unthreaded()
         self._max_model_len = model.max_model_len
@@ -113,6 +114,7 @@ class Messages:
 
 async def count_tokens(model: ServedModel, body: CountTokensRequest) -> TokenCount:
     """Of the prompt that such messages make. Raises `InvalidRequestError` and `ApiError`."""
+    model.check_fields(body)
     model.name(body.model)
     generation = ChatGeneration(model, _conversation(body, SamplingParams()))
     return TokenCount(input_tokens=await generation.count_tokens())

@@ -123,9 +123,9 @@ class OutputConfig(BaseModel):
 
 
 class CountTokensRequest(BaseModel):
-    """What makes a prompt. Unknown fields are refused, since a misspelt one would otherwise be ignored."""
+    """What makes a prompt. Other fields are in `model_extra`, for `ServedModel.check_fields`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = None
     messages: Annotated[list[Message], Field(min_length=1)]

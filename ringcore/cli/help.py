@@ -1,4 +1,4 @@
-"""How the help of a command shows its options: under headings, in the words of a command line."""
+"""How a command shows its options, and explains one that it has not: in the words of a command line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from ringcore.errors import UnknownOptionError
+
 __all__ = ["SectionedCommand", "flag_help"]
 
 _TYPE = re.compile(r"<(?:list\[)?(\w+)(?:\]| range)>")  # as typer writes a type: <list[str]>, <int range>
@@ -18,6 +20,25 @@ _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
 
 class SectionedCommand(TyperCommand):
     """The options of a heading (typer calls it `rich_help_panel`) together, those without one first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises `UnknownOptionError` for a flag of vLLM's command line: what it is here."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # of the parser, whose types typer does not export
+            match error:
+                case object(option_name=str(flag)):
+                    self._explain(flag)
+            raise
+
+    def _explain(self, flag: str) -> None:
+        from ringcore.cli.vllm_flags import what_it_is_here
+
+        here = what_it_is_here(flag)
+        if here is not None:
+            names = {param.name for param in self.params}
+            here = _NAMED.sub(lambda one: _flag(one[1], one[2]) if one[1] in names else one[0], here)
+            raise UnknownOptionError(f"unknown option {flag}, which is vLLM's: {here}", option=flag, nearest=None)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}

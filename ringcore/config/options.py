@@ -161,8 +161,8 @@ class ParallelConfig:
     expert_parallel: bool = _option(False, "each of the tensor_parallel_size workers has whole experts of a mixture")
     redundant_experts: int | None = _option(
         None,
-        "with expert_parallel: experts are placed by how many tokens they have, with this many replicas; None leaves "
-        "each where it was loaded",
+        "with expert_parallel: experts are placed by how many tokens they have, with this many replicas; None means "
+        "each stays where it was loaded",
     )
     expert_balance_steps: int = _option(3000, "with redundant_experts: the steps from one placement to the next")
     pipeline_parallel_size: int = _option(1, "stages of successive layers, each on tensor_parallel_size workers")

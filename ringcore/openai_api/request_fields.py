@@ -1,4 +1,4 @@
-"""Fields of a request's body beyond its schema: vLLM's and OpenAI's that are not served, and unknown ones."""
+"""Fields of a request's body beyond its schema: those of vLLM, OpenAI and Anthropic that are not served, and others."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _UNSERVED = {
     "return_mm_kwargs": VllmName("prompts are text or token ids here; leave it out", (False,)),
     "audio modalities": VllmName("answers are text here; leave it out", (["text"], [])),
     "web_search_options": VllmName("nothing is searched here; give tools of your own"),
+    "mcp_servers container": VllmName("tools are run by the client here; leave it out", _NOTHING),
+    "prefill": VllmName("answers that a client has begun are not continued here; leave it out", _NOTHING),
     "functions": VllmName("give them as tools", ([],)),
     "function_call": VllmName("it is tool_choice here", ("none", "auto")),
     "moderation": VllmName("nothing is moderated here; leave it out", _NOTHING),

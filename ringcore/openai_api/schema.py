@@ -193,9 +193,9 @@ class ChatCompletionRequest(SamplingRequest):
 
 
 class TokenizeRequest(BaseModel):
-    """A prompt, or messages."""
+    """A prompt, or messages. Other fields are in `model_extra`, for `ServedModel.check_fields`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
@@ -209,7 +209,7 @@ class TokenizeRequest(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = None
     tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]

@@ -12,6 +12,8 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
+from pydantic import BaseModel
+
 from ringcore.chat import choose_format
 from ringcore.errors import InvalidRequestError, UnknownOptionError
 from ringcore.front_end.output_stream import OutputStream
@@ -20,7 +22,6 @@ from ringcore.openai_api.answers import PromptTokensDetails, UsageInfo
 from ringcore.openai_api.conversations import Message, text_messages
 from ringcore.openai_api.errors import ApiError
 from ringcore.openai_api.request_fields import ExtraFields
-from ringcore.openai_api.schema import SamplingRequest
 from ringcore.openai_api.structured import name_field
 from ringcore.params.outputs import CompletionOutput, RequestOutput
 
@@ -88,7 +89,7 @@ class ServedModel:
             )
         return text_messages(messages, self._template_format)
 
-    def check_fields(self, body: SamplingRequest) -> None:
+    def check_fields(self, body: BaseModel) -> None:
         """Raises `InvalidRequestError` (or `UnknownOptionError`) for a field that is not served."""
         self._extra_fields.check(body.model_extra or {}, type(body).model_fields)
 

@@ -15,6 +15,7 @@ __all__ = ["detokenize", "tokenize"]
 
 
 async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    service.model.check_fields(body)
     service.model.name(body.model)
     answer = await service.engine.run_text_job(_job(service, body))
     assert isinstance(answer, Encoded)
@@ -54,6 +55,7 @@ def _job(service: Service, body: TokenizeRequest) -> TextJob:
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, str]:
+    service.model.check_fields(body)
     service.model.name(body.model)
     if len(body.tokens) > service.model.max_model_len:
         raise InvalidRequestError(

@@ -10,7 +10,10 @@ import typer
 
 from ringcore.cli.app import make_app
 from ringcore.cli.help import flag_help
+from ringcore.cli.vllm_flags import SERVICE_FLAGS
+from ringcore.errors import UnknownOptionError
 from ringcore.params.sampling_params import SamplingParams
+from ringcore.params.vllm_names import ENGINE_OPTIONS
 
 APP = typer.main.get_command(make_app())
 COMMANDS = {name: command for name, command in APP.commands.items() if name != "bench"} | {
@@ -76,3 +79,41 @@ def test_a_description_of_several_lines_is_whole():
     assert params["request_seed"].endswith("and -1 is none")
     assert {"pooling", "include_stop_str_in_output"} <= set(SamplingParams.__dataclass_fields__)
     assert params["pooling"].endswith("nothing is read from the prefix cache")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "says"),
+    [
+        (
+            "serve",
+            "--swap-space=4",
+            "--swap-space, which is vLLM's: blocks beyond the device are --host-kv-cache-bytes",
+        ),
+        ("serve", "--no-enable-chunked-prefill", "always chunked"),
+        ("serve", "--async-scheduling", "--steps-in-flight 2"),
+        ("serve", "--ssl-keyfile", "reverse proxy"),
+        ("generate", "--served-model-name", "an option of 'ringcore serve'"),
+        ("generate", "--best-of", "it is n here"),
+        ("bench throughput", "--enable-lora", "adapters are not served"),
+    ],
+)
+def test_a_flag_of_vllms_is_explained(command, flag, says):
+    with pytest.raises(UnknownOptionError) as caught:
+        COMMANDS[command].make_context(command, [flag, "4"])
+    assert says in str(caught.value)
+
+
+def test_other_errors_of_flags_stay(capsys):
+    for wrong, says in (("--nothing", "No such option: --nothing"), ("--port=x", "Invalid value for '--port'")):
+        with pytest.raises(Exception, match=r".") as caught:
+            COMMANDS["serve"].make_context("serve", ["model", wrong])
+        assert says in caught.value.format_message()
+
+
+def test_explanations_name_flags_of_serve():
+    flags = {flag for param in COMMANDS["serve"].params for flag in (*param.opts, *param.secondary_opts)}
+    flags |= {"--log-level", "--log-format"}
+    assert {name for here in SERVICE_FLAGS.values() for name in re.findall(r"--[a-z-]+", here)} <= flags
+    theirs = {f"--{name.replace('_', '-')}" for name in SERVICE_FLAGS}
+    assert theirs & flags == set(), "a flag of ours needs no explanation"
+    assert SERVICE_FLAGS.keys() & ENGINE_OPTIONS.keys() == set()

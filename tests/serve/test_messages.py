@@ -235,7 +235,7 @@ def user(*blocks):
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format: "),
         ({"output_config": {"effort": "most"}}, "output_config: "),
         ({"thread": {"type": "create"}}, "thread: "),
-        ({"mcp_servers": []}, "mcp_servers: "),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: "),
     ],
 )
 def test_what_is_wrong_is_a_400_that_names_the_field(service, fields, says):

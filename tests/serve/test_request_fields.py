@@ -104,6 +104,29 @@ def test_the_options_reach_the_service(strict_echo):
     assert refused(strict_echo, "chat/completions", {"chat_template": TEMPLATE})["param"] == "chat_template"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/responses", {"input": "a", "max_output_tokens": 2}),
+        ("v1/responses/input_tokens", {"input": "a"}),
+        ("v1/messages", CHAT),
+        ("v1/messages/count_tokens", {"messages": CHAT["messages"]}),
+        ("v1/embeddings", {"input": "a"}),
+        ("v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("tokenize", {"prompt": "a"}),
+        ("detokenize", {"tokens": [97]}),
+    ],
+)
+def test_every_endpoint_does_the_same_with_other_fields(service, strict_echo, path, body):
+    def status(of, fields: dict) -> int:
+        return http.post(f"{of.url}/{path}", json=body | fields).status_code
+
+    assert status(service, {"anything": {}, "mcp_servers": []}) == 200
+    assert status(service, {"mcp_servers": [{"name": "a"}]}) == 400
+    assert status(strict_echo, {"mcp_servers": []}) == 200
+    assert status(strict_echo, {"anything": {}}) == 400
+
+
 def test_token_ids_of_completions(service):
     body = PROMPT | {"n": 2, "return_token_ids": True}
     ids = list(text_of("abcdef", 2).encode())

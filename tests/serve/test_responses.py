@@ -212,6 +212,44 @@ def test_stored_items_are_referred_to(client, service):
         ask(client, items)
 
 
+def test_input_items_are_listed(client):
+    first = ask(client, f"<think>hm</think>{CALL}", tools=[TOOL], instructions="be kind")
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "rain", "id": "fco_1"}
+    user = {"role": "user", "content": "x", "id": "fco_1"}
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    second = ask(client, [result, reference, user], previous_response_id=first.id)
+    listed = list(client.responses.input_items.list(second.id, order="asc", limit=2))  # the client asks for every page
+    kinds = ["message", "reasoning", "function_call", "function_call_output", "reasoning", "message"]
+    assert [one.type for one in listed] == kinds
+    assert [one.id for one in listed[1:4]] == [first.output[0].id, first.output[1].id, "fco_1"]
+    assert len({one.id for one in listed}) == len(listed)
+    assert (listed[4].content[0].text, listed[5].content[0].text, listed[5].status) == ("hm", "x", "completed")
+    page = client.responses.input_items.list(second.id, limit=4)
+    assert [one.id for one in page.data] == [one.id for one in reversed(listed)][:4]
+    assert (page.has_more, page.last_id) == (True, listed[2].id)
+    rest = client.responses.input_items.list(second.id, after=page.last_id)
+    assert [one.id for one in rest.data] == [listed[1].id, listed[0].id]
+    assert not client.responses.input_items.list(second.id, after=listed[0].id).data
+    for wrong, param in (({"after": "none"}, "after"), ({"limit": 0}, "limit"), ({"order": "up"}, "order")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.input_items.list(second.id, **wrong)
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_none")
+
+
+def test_input_tokens_are_counted(client):
+    asked = {"instructions": "be kind", "tools": [TOOL], "reasoning": {"effort": "none"}}
+    got = ask(client, "x", max_output_tokens=2, **asked)
+    counted = client.responses.input_tokens.count(input="x", **asked)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", got.usage.input_tokens)
+    after = ask(client, "y", previous_response_id=got.id)
+    counted = client.responses.input_tokens.count(input="y", previous_response_id=got.id)
+    assert counted.input_tokens == after.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="truncation"):
+        client.responses.input_tokens.count(input="x", truncation="auto")
+
+
 def test_every_effort_and_verbosity(client, service):
     for effort in ("minimal", "xhigh"):
         got = ask(client, "x", reasoning={"effort": effort}, text={"verbosity": "low"})
@@ -293,7 +331,7 @@ def item(**fields):
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "'required'"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}}}}, "text.format", "schema"),
         ({"reasoning": {"effort": "most"}}, "reasoning", "'high'"),
-        ({"moderation": {}}, "moderation", "not permitted"),
+        ({"moderation": {"model": "a"}}, "moderation", "nothing is moderated here"),
         ({"input": "x" * 5000}, "input", "max_model_len"),
         ({"tools": [TOOL | {"parameters": {"a": "\ud800"}}], "tool_choice": "none"}, "tools", "JSON"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"a": "\ud800"}}}}, "text.format", ""),

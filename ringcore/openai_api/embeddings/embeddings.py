@@ -41,6 +41,7 @@ class _PooledPrompts:
         self, model: ServedModel, body: PoolingRequest, prefix: str, prompts: Sequence[Prompt], fields: Sequence[str]
     ) -> None:
         """fields: the client's field of each prompt."""
+        model.check_fields(body)
         self._model, self._prompts, self._fields = model, prompts, fields
         self._params = pooling_params(body.pooling)
         self.answer = Answer.of(prefix, model.name(body.model))

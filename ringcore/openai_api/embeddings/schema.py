@@ -25,9 +25,9 @@ __all__ = [
 
 
 class PoolingRequest(BaseModel):
-    """The common fields. Unknown ones are refused, since a misspelt one would otherwise be ignored."""
+    """The common fields. Others are in `model_extra`, for `ServedModel.check_fields`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = None
     pooling: Pooling = "last"

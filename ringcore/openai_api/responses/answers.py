@@ -6,7 +6,15 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic needs this one, before Python 3.12
 
-__all__ = ["DeletedResponse", "OutputItem", "OutputPart", "ResponseObject", "ResponseUsage"]
+__all__ = [
+    "DeletedResponse",
+    "InputItemList",
+    "InputTokens",
+    "OutputItem",
+    "OutputPart",
+    "ResponseObject",
+    "ResponseUsage",
+]
 
 
 class OutputPart(TypedDict):
@@ -86,6 +94,21 @@ class ResponseObject(TypedDict):
     background: Literal[False]
     store: bool
     metadata: dict[str, str]
+
+
+class InputItemList(TypedDict):
+    """A page of the items that a response answers, each with an id."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None  # None: the page is empty
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class DeletedResponse(TypedDict):

@@ -8,6 +8,7 @@ from itertools import dropwhile
 from typing import Any
 
 from ringcore.errors import InvalidRequestError
+from ringcore.openai_api.responses.input_items import listed
 
 __all__ = ["ItemMessages"]
 
@@ -20,12 +21,14 @@ class ItemMessages:
     The reasoning, texts and calls of the assistant's turn are one message, as chat templates expect; reasoning begins
     a new one. Messages hold texts alone.
 
-    earlier: the messages before them, which become this object's. stored_item: the output item of an id that a field
-    refers to.
+    stored_item: the output item of an id that a field refers to. items: those that were added, as they are stored,
+    by their ids; in place of a reference the item itself.
     """
 
-    def __init__(self, earlier: list[_Message], stored_item: Callable[[str, str], dict[str, Any]]) -> None:
-        self.messages, self._stored_item = earlier, stored_item
+    def __init__(self, stored_item: Callable[[str, str], dict[str, Any]]) -> None:
+        self.messages: list[_Message] = []
+        self.items: dict[str, dict[str, Any]] = {}
+        self._stored_item = stored_item
         self._referenced = set[str]()
 
     def instructed(self, instructions: str | None) -> list[_Message]:
@@ -54,9 +57,12 @@ class ItemMessages:
                 self._reasoning(where, item)
             case "item_reference":
                 self._reference(where, item)
+                return
             case kind:
                 served = "'message', 'function_call', 'function_call_output', 'reasoning' or 'item_reference'"
                 raise _bad(f"{where}.type", f"items of type {str(kind)[:80]!r} are not served here; give {served}")
+        kept = listed(item, self.items)
+        self.items[kept["id"]] = kept
 
     def _message(self, where: str, item: dict[str, Any]) -> None:
         content = item.get("content")

@@ -8,7 +8,7 @@ from uuid import uuid4
 from ringcore import chat
 from ringcore.openai_api.responses.answers import OutputItem, OutputPart
 
-__all__ = ["OutputItems"]
+__all__ = ["OutputItems", "new_id"]
 
 _Event = dict[str, Any]
 _Status = Literal["completed", "incomplete"]
@@ -21,7 +21,7 @@ class _Texts:
         self.kind, self._pieces = kind, list[str]()
         name = "output" if kind == "message" else "reasoning"
         self._part_type, self._prefix = f"{name}_text", f"response.{name}_text"
-        self.item = OutputItem(id=_new_id("msg" if kind == "message" else "rs"), type=kind, status="in_progress")
+        self.item = OutputItem(id=new_id("msg" if kind == "message" else "rs"), type=kind, status="in_progress")
         if kind == "message":
             self.item["role"] = "assistant"
         else:
@@ -63,7 +63,7 @@ class _Call:
     def __init__(self, start: chat.ToolCallStart, at: int) -> None:
         self._pieces = list[str]()
         self.item = OutputItem(
-            id=_new_id("fc"),
+            id=new_id("fc"),
             type="function_call",
             status="in_progress",
             call_id=start.id,
@@ -148,5 +148,5 @@ class OutputItems:
         return self._open.add(text)
 
 
-def _new_id(prefix: str) -> str:
+def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid4().hex}"

@@ -10,7 +10,7 @@ import msgspec
 
 from ringcore import chat
 from ringcore.errors import InvalidRequestError
-from ringcore.openai_api.chat_generation import ChatGeneration, Conversation, TakeEvents
+from ringcore.openai_api.chat_generation import ChatGeneration, TakeEvents
 from ringcore.openai_api.errors import ApiError, fields_named
 from ringcore.openai_api.responses.answers import (
     IncompleteDetails,
@@ -21,7 +21,7 @@ from ringcore.openai_api.responses.answers import (
     ResponseObject,
     ResponseUsage,
 )
-from ringcore.openai_api.responses.items import ItemMessages
+from ringcore.openai_api.responses.conversation import CLIENT_NAMES, conversation, read_items
 from ringcore.openai_api.responses.output_items import OutputItems
 from ringcore.openai_api.responses.schema import ResponsesRequest
 from ringcore.openai_api.responses.store import ResponseStore, StoredResponse
@@ -31,7 +31,6 @@ from ringcore.params.sampling_params import OutputKind, SamplingParams
 
 __all__ = ["Responses"]
 
-_NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
 _ERROR_CODES: dict[int, str] = {
     HTTPStatus.BAD_REQUEST: "invalid_prompt",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded",
@@ -55,43 +54,33 @@ class Responses:
         answer_id: str | None = None,
         seed: int | None = None,
     ) -> None:
+        model.check_fields(body)
         self._body, self._store, self._seed = body, store, seed
         self._answer = Answer.of("resp", model.name(body.model), answer_id or f"resp_{uuid4().hex}")
-        self._messages = ItemMessages(self._earlier_messages(), store.get_item)
-        self._messages.add("input", body.items())
-        with fields_named(_NAMES):
-            self._generation = ChatGeneration(model, self._conversation(model.sampling_defaults))
+        self._messages = read_items(body, store)
+        with fields_named(CLIENT_NAMES):
+            asked = conversation(body, self._messages, self._params(model.sampling_defaults))
+            self._generation = ChatGeneration(model, asked)
         self._output = OutputItems(can_retract=not body.stream)
         self._num_events = 0
         self._check_echo()
 
-    def _earlier_messages(self) -> list[dict[str, Any]]:
-        previous = self._body.previous_response_id
-        return [] if previous is None else self._store.get(previous, "previous_response_id").messages
-
     def _check_echo(self) -> None:
         """A response repeats its request's tools and format, and its conversation may be stored. Raises
         `InvalidRequestError` for what is no JSON: halves of surrogate pairs, too deep schemas."""
-        for field, said in (("tools", self._response("in_progress", [])), ("input", self._messages.messages)):
+        for field, said in (("tools", self._response("in_progress", [])), ("input", self._messages.items)):
             try:
                 msgspec.json.encode(said)
             except (ValueError, RecursionError) as error:
                 raise InvalidRequestError(f"{field}: it cannot be written as JSON: {error}", field=field) from error
 
-    def _conversation(self, defaults: dict[str, Any]) -> Conversation:
+    def _params(self, defaults: dict[str, Any]) -> SamplingParams:
         """defaults: the model's sampling parameters."""
         body = self._body
         kind: OutputKind = "delta" if body.stream else "final"
         asked = {"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p}
         given = {name: value for name, value in asked.items() if value is not None}
-        return Conversation(
-            self._messages.instructed(body.instructions),
-            body.request_tools(),
-            SamplingParams(output_kind=kind, seed=self._seed, **{"max_tokens": None, **defaults, **given}),
-            form=body.text_form(),
-            template_kwargs=body.template_kwargs(),
-            is_parallel=body.parallel_tool_calls is not False,
-        )
+        return SamplingParams(output_kind=kind, seed=self._seed, **{"max_tokens": None, **defaults, **given})
 
     async def whole(self) -> ResponseObject:
         async def take(output: RequestOutput, _: CompletionOutput, events: list[chat.ChatEvent]) -> None:
@@ -124,7 +113,7 @@ class Responses:
         await tell([{"type": f"response.{response['status']}", "response": response}])
 
     async def _run(self, take: TakeEvents) -> str:
-        with fields_named(_NAMES):
+        with fields_named(CLIENT_NAMES):
             return await self._generation.run_one(self._answer.id, take)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -145,13 +134,7 @@ class Responses:
         if reason == "length":
             response["incomplete_details"] = IncompleteDetails(reason="max_output_tokens")
         if response["store"]:
-            whole_or_text = (
-                dict(item)
-                for item in self._output.items
-                if item["type"] != "function_call" or item["status"] == "completed"
-            )
-            self._messages.add("output", list(whole_or_text))
-            self._store.put(StoredResponse(response, self._messages.messages))
+            self._store.put(StoredResponse(response, list(self._messages.items.values())))
         return response
 
     def _response(self, status: Any, output: list[OutputItem]) -> ResponseObject:

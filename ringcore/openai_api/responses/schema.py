@@ -22,7 +22,7 @@ from ringcore.openai_api.schema import ReasoningEffort
 from ringcore.openai_api.structured import JsonObjectFormat, JsonSchema, TextForm, TextFormat
 from ringcore.params.field_checks import MAX_COUNT
 
-__all__ = ["ResponsesRequest"]
+__all__ = ["InputTokensRequest", "ResponsesRequest"]
 
 
 def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
@@ -46,6 +46,7 @@ _ITEM = {
 }
 # `ItemMessages` validates this schema, with errors that name the path within an item.
 Item = Annotated[dict[str, Any], WithJsonSchema(_ITEM)]
+Input = StrictStr | Annotated[list[Item], Field(min_length=1)]
 
 
 def _only(*served: Any) -> BeforeValidator:
@@ -102,46 +103,29 @@ class StreamOptions(BaseModel):
     include_obfuscation: StrictBool = False  # no effect here
 
 
-class ResponsesRequest(BaseModel):
-    """Unknown fields are refused, since a misspelt one would otherwise be ignored."""
+class InputTokensRequest(BaseModel):
+    """What makes a prompt. Other fields are in `model_extra`, for `ServedModel.check_fields`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = None
-    input: StrictStr | Annotated[list[Item], Field(min_length=1)]
+    input: Input | None = None
     instructions: StrictStr | None = None
     previous_response_id: StrictStr | None = None
-    store: StrictBool | None = None
-    stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
-    max_output_tokens: Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)] | None = None
-    temperature: StrictFloat | None = None
-    top_p: StrictFloat | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
-    metadata: dict[str, StrictStr] | None = None
-    # No effect; what `include` may ask for is never encrypted here.
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    user: StrictStr | None = None
-    safety_identifier: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
-    prompt_cache_retention: StrictStr | None = None
-    service_tier: StrictStr | None = None
     # Refused, except for neutral values.
-    background: Annotated[Literal[False] | None, _only(False)] = None
     truncation: Annotated[Literal["disabled"] | None, _only("disabled")] = None
-    top_logprobs: Annotated[Literal[0] | None, _only(0)] = None
-    max_tool_calls: Annotated[None, _only()] = None
     conversation: Annotated[None, _only()] = None
-    prompt: Annotated[None, _only()] = None
+    personality: Annotated[None, _only()] = None
 
     def items(self) -> list[Item]:
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
-        return self.input
+        return self.input or []
 
     def request_tools(self) -> RequestTools:
         """Raises `InvalidRequestError`."""
@@ -178,3 +162,28 @@ class ResponsesRequest(BaseModel):
                 return TextForm.named("text.format", json=schema)
             case _:
                 return None
+
+
+class ResponsesRequest(InputTokensRequest):
+    """A conversation whose next items are asked for."""
+
+    input: Input  # required here
+    store: StrictBool | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)] | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
+    metadata: dict[str, StrictStr] | None = None
+    # No effect; what `include` may ask for is never encrypted here.
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    user: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
+    prompt_cache_retention: StrictStr | None = None
+    service_tier: StrictStr | None = None
+    # Refused, except for neutral values.
+    background: Annotated[Literal[False] | None, _only(False)] = None
+    top_logprobs: Annotated[Literal[0] | None, _only(0)] = None
+    max_tool_calls: Annotated[None, _only()] = None
+    prompt: Annotated[None, _only()] = None

@@ -15,10 +15,16 @@ __all__ = ["ResponseStore", "StoredResponse"]
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response, and the messages of its conversation, its output included, without its instructions."""
+    """A response, and the items of the conversation that it answers, without its instructions."""
 
     response: Mapping[str, Any]  # a `ResponseObject`
-    messages: list[dict[str, Any]]
+    input_items: list[dict[str, Any]]
+
+    def conversation_items(self) -> list[dict[str, Any]]:
+        """With the output, of which a call that was cut short is left out."""
+        output = self.response["output"]
+        whole = [one for one in output if one["type"] != "function_call" or one["status"] == "completed"]
+        return [*self.input_items, *whole]
 
 
 class _Encoded(NamedTuple):
