@@ -322,7 +322,10 @@ def test_they_compile_for_sm90(tmp_path):
         from ringcore.checkpoint.quantization import Mxfp4Format
         from ringcore.kernels.precompile import intercept_launches
         from ringcore.kernels.router import route
+        from ringcore.model_executor import ops
         from ringcore.model_executor.expert_schemes.schemes import experts_scheme
+
+        ops.has_kernels = lambda device: True
 
         def empty(*shape):
             return torch.empty(*shape, dtype=torch.bfloat16)
