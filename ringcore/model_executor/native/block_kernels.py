@@ -81,7 +81,8 @@ class BlocksArrangement(Arrangement):
 
     def _run(self, tensor: torch.Tensor, is_restored: bool) -> None:
         kernels = block_kernels()
-        assert kernels is not None and tensor.is_contiguous()
+        assert kernels is not None
+        assert tensor.is_contiguous()
         _check(kernels.arrange(self._kind, tensor.data_ptr(), *tensor.shape, is_restored))
 
 
@@ -94,7 +95,8 @@ class KernelMatrix:
         """rows: [num_outputs, bytes of a row] uint8, interleaved; bias: [num_outputs]. Both are used as they are at
         each product."""
         numbers, num_bytes = form.block
-        assert rows.is_contiguous() and (bias is None or bias.dtype == torch.float32)
+        assert rows.is_contiguous()
+        assert bias is None or bias.dtype == torch.float32
         self.num_outputs, self.num_inputs = len(rows), rows.shape[1] // num_bytes * numbers
         self._kernels, self._tensors = kernels, (rows, bias)
         self._matrix = _Matrix(
@@ -121,7 +123,8 @@ class KernelMatrix:
 
         gain: [num_inputs] float32; with it the rows of x are normalised first (RMSNorm).
         """
-        assert x.dtype == y.dtype == torch.float32 and x.stride(1) == y.stride(1) == 1
+        assert x.dtype == y.dtype == torch.float32
+        assert x.stride(1) == y.stride(1) == 1
         kernels = self._kernels
         _check(
             kernels.product(

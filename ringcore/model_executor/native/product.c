@@ -209,9 +209,13 @@ static void run_threads(void (*work)(void *), Call *call, Parallel parallel, int
     else work(call);
 }
 
+// Waking a thread that sleeps takes about as long as one thread needs for this many (outputs x inputs) x (rows + 3).
+enum { ALONE = 8 << 20 };
+
 // y = or += the products. Returns 0, or -1 without memory.
 int blocks_product(const Matrix *matrix, const float *x, int64_t x_stride, int64_t num_rows, const float *gain, float eps,
                    float *y, int64_t y_stride, int32_t epilogue, Parallel parallel, int32_t num_threads) {
+    if (matrix->num_outputs * matrix->num_inputs * (num_rows + 3) < ALONE) num_threads = 1;
     int64_t most = num_rows < MOST_ROWS ? num_rows : MOST_ROWS;
     uint8_t *packed = aligned_alloc(64, (4 * most * row_words(matrix) + 63) / 64 * 64);
     if (!packed) return -1;
