@@ -44,7 +44,8 @@ class LlamaCpp(Engine):
     def generate(self, prompts: list[str], max_tokens: int) -> list[list[int]]:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         prompt_ids = [self._tokens(prompt) for prompt in prompts]
-        assert len(prompts) <= MAX_SEQUENCES and max(map(len, prompt_ids)) + max_tokens <= NUM_TOKENS, "context"
+        assert len(prompts) <= MAX_SEQUENCES, len(prompts)
+        assert max(map(len, prompt_ids)) + max_tokens <= NUM_TOKENS, "longer than the context"
         entries, ends = [], []
         for sequence, ids in enumerate(prompt_ids):
             entries += [(token, place, sequence, place == len(ids) - 1) for place, token in enumerate(ids)]

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -32,7 +31,7 @@ def load_compiled(source: str, folder: Path | None = None) -> ctypes.CDLL:
     A library is kept under a hash of the sources, the compiler and the processor, and written whole or not at all. One
     that another user could have written is not loaded. Raises `NoLibrary`.
     """
-    command = [*_compiler(), *_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
+    command = [_compiler(), *_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
     folder = Path(our_cache_folder("native")) if folder is None else folder
     path = folder / f"{_key(source, command)}.so"
     try:
@@ -48,13 +47,11 @@ def load_compiled(source: str, folder: Path | None = None) -> ctypes.CDLL:
         raise NoLibrary(f"{path}: {error}") from error
 
 
-def _compiler() -> list[str]:
-    asked = shlex.split(os.environ.get("CC", ""))
-    for command in [asked] if asked else [[name] for name in _COMPILERS]:
-        found = shutil.which(command[0])
-        if found is not None:
-            return [found, *command[1:]]
-    raise NoLibrary(f"no C compiler ({asked[0] if asked else ', '.join(_COMPILERS)}) is installed")
+def _compiler() -> str:
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found is None:
+        raise NoLibrary(f"no C compiler ({', '.join(_COMPILERS)}) is installed")
+    return found
 
 
 def _key(source: str, command: list[str]) -> str:
