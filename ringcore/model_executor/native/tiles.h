@@ -9,7 +9,12 @@
 
 #include "blocks.h"
 
-enum { WORDS = 12, TILE = 16 };  // 4-byte words of a group of a row, rounded; rows of the largest tile
+#if defined(__AVX512F__)
+enum { TILE = 16 };  // rows of the largest tile, whose sums are in registers
+#else
+enum { TILE = 4 };
+#endif
+enum { WORDS = 12 };  // 4-byte words of a group of a row, rounded
 
 // What a chunk of 256 inputs of 16 outputs is unpacked to.
 typedef union {
@@ -49,16 +54,18 @@ INLINE void unpack_chunk(int kind, const uint8_t *run, int64_t first, int num_gr
 
 // sums [R][16] += the product of a chunk with float32 inputs.
 INLINE void float_tile(int R, const Chunk *chunk, int num_groups, const float *x, float *sums) {
-    f32x16 sum[TILE];
-    UNROLLED
-    for (int r = 0; r < R; r++) sum[r] = floats_of(sums + LANES * r);
-    for (int i = 0; i < GROUP * num_groups; i++) {
-        f32x16 weight = floats_of(chunk->weights[i]);
+    for (int part = 0; part < LANES; part += WIDTH) {
+        Wide sum[TILE], weight;
         UNROLLED
-        for (int r = 0; r < R; r++) sum[r] = fma16(weight, splat(x[i * R + r]), sum[r]);
+        for (int r = 0; r < R; r++) memcpy(&sum[r], sums + LANES * r + part, sizeof(Wide));
+        for (int i = 0; i < GROUP * num_groups; i++) {
+            memcpy(&weight, chunk->weights[i] + part, sizeof(Wide));
+            UNROLLED
+            for (int r = 0; r < R; r++) sum[r] = fma_wide(weight, x[i * R + r], sum[r]);
+        }
+        UNROLLED
+        for (int r = 0; r < R; r++) memcpy(sums + LANES * r + part, &sum[r], sizeof(Wide));
     }
-    UNROLLED
-    for (int r = 0; r < R; r++) memcpy(sums + LANES * r, &sum[r], 64);
 }
 
 // Of one group with rounded inputs of one row of R.

@@ -79,10 +79,29 @@ INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
+// As many numbers as a register of the processor has.
+#if defined(__AVX512F__)
+typedef f32x16 Wide;
+enum { WIDTH = 16 };
+INLINE Wide fma_wide(Wide a, float b, Wide c) { return fma16(a, splat(b), c); }
+#elif defined(__FMA__)
+typedef __m256 Wide;
+enum { WIDTH = 8 };
+INLINE Wide fma_wide(Wide a, float b, Wide c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+#else
+typedef float Wide __attribute__((vector_size(16)));
+enum { WIDTH = 4 };
+INLINE Wide fma_wide(Wide a, float b, Wide c) { return a * b + c; }
+#endif
+
 // 16 float16 numbers.
 INLINE f32x16 halves_of(const uint8_t *from) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    union { f32x16 all; __m256 half[2]; } out;
+    for (int i = 0; i < 2; i++) out.half[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + i));
+    return out.all;
 #else
     f32x16 out;
     uint16_t bits[16];
