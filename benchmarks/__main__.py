@@ -58,7 +58,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="NAME=PYTHON",
-        help="vllm or transformers, with the interpreter of its environment; may be repeated",
+        help="vllm, transformers or llama_cpp, with the interpreter of its environment; may be repeated",
     )
     parser.add_argument(
         "--peer-env",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -204,7 +205,17 @@ def _transformers(python: str, peer_mode: str) -> list[EngineSpec]:
     return [EngineSpec("transformers", command, statement, env={"HF_HUB_OFFLINE": "1"})]
 
 
-PEERS: Mapping[str, Callable[[str, str], list[EngineSpec]]] = {"vllm": _vllm, "transformers": _transformers}
+def _llama_cpp(python: str, peer_mode: str) -> list[EngineSpec]:
+    command = (python, "-m", "benchmarks.peers.llama_cpp")
+    settings = {"num_threads": len(os.sched_getaffinity(0))}
+    return [EngineSpec("llama_cpp", command, "import llama_cpp", settings=settings)]
+
+
+PEERS: Mapping[str, Callable[[str, str], list[EngineSpec]]] = {
+    "vllm": _vllm,
+    "transformers": _transformers,
+    "llama_cpp": _llama_cpp,
+}
 
 
 class Fleet:

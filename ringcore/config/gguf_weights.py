@@ -21,20 +21,20 @@ _SHARE = 0.5  # of the free memory that expanded weights may take by themselves:
 def with_gguf_weights(spec: AnySpec, files: ModelFiles, asked: str, dtype: str, device: str, host: Host) -> AnySpec:
     """The spec with the formats of the matrices that stay packed. asked, dtype, device: the engine options.
 
-    Raises `ConfigError` where "packed" is asked and cannot be, `ModelLoadError` as `GGUFTensors` does.
+    Raises `ConfigError` where packing is asked and cannot be, `ModelLoadError` as `GGUFTensors` does.
     """
     if asked == "expanded" or (asked == "auto" and files.kind != "gguf"):
         return spec
     refusal = _refusal(spec, files, device, host)
     if refusal is not None:
-        if asked == "packed":
+        if asked != "auto":
             raise bad_value("gguf_weights", asked, refusal)
         return spec
     num_bytes = num_parameters(files) * DTYPE_BYTES[spec.dtype if dtype == "auto" else dtype]
     if asked == "auto" and num_bytes <= _SHARE * host.free_memory_bytes():
         return spec
     assert isinstance(spec, ModelSpec)
-    return msgspec.structs.replace(spec, quantization=_formats(spec, files.weight_files[0]))
+    return msgspec.structs.replace(spec, quantization=_formats(spec, files.weight_files[0], asked == "packed_int8"))
 
 
 def _refusal(spec: AnySpec, files: ModelFiles, device: str, host: Host) -> str | None:
@@ -47,7 +47,7 @@ def _refusal(spec: AnySpec, files: ModelFiles, device: str, host: Host) -> str |
     return None
 
 
-def _formats(spec: ModelSpec, path: str) -> Quantization | None:
+def _formats(spec: ModelSpec, path: str, rounds_inputs: bool) -> Quantization | None:
     """None where no matrix has a known type."""
     found: dict[str, list[str]] = {}
     for name, kind in GGUFTensors(path, FAMILIES).kinds().items():
@@ -56,4 +56,5 @@ def _formats(spec: ModelSpec, path: str) -> Quantization | None:
     if spec.tie_word_embeddings:  # the head multiplies by the table
         for names in found.values():
             names += ["lm_head"] if "model.embed_tokens" in names else []
-    return Quantization("gguf", [Rule(names, GgufFormat(kind)) for kind, names in found.items()]) if found else None
+    rules = [Rule(names, GgufFormat(kind, rounds_inputs)) for kind, names in found.items()]
+    return Quantization("gguf", rules) if rules else None

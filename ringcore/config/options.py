@@ -13,7 +13,7 @@ __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "Sche
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
 QUANTIZATIONS = ("fp8", "int4")
-GGUF_WEIGHTS = ("auto", "packed", "expanded")
+GGUF_WEIGHTS = ("auto", "packed", "packed_int8", "expanded")
 GENERATION_CONFIGS = ("auto", "ringcore")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
@@ -47,8 +47,9 @@ class ModelConfig:
     )
     gguf_weights: str = _option(
         "auto",
-        f"one of {', '.join(GGUF_WEIGHTS)}: on a CPU the matrices of a .gguf file stay in its blocks, slower and "
-        "smaller, or are expanded; auto expands what takes at most half of the free memory",
+        f"one of {', '.join(GGUF_WEIGHTS)}: on a CPU the matrices of a .gguf file stay in its blocks, with "
+        "packed_int8 their inputs are rounded to 8 bits, or are expanded; auto expands what takes at most half of the "
+        "free memory",
     )
     max_model_len: int | Literal["auto"] | None = _option(
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"

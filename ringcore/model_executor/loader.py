@@ -17,7 +17,6 @@ import torch
 
 from ringcore.checkpoint import ModelFiles
 from ringcore.checkpoint.expected_tensors import check_tensors, is_dispensable
-from ringcore.model_executor import ops
 from ringcore.model_executor.staging import CopyEvent, ReaderStreams
 from ringcore.model_executor.tensor_source import TensorSource, open_source
 from ringcore.model_executor.weight import Uniform, Weight, WeightPart
@@ -91,6 +90,9 @@ class PendingWeights:
         tensor = allocate(weight.shape, dtype=weight.dtype, device=self._device)
         for part, out in weight.places(tensor):
             self._source.read(part, weight.init, out)
+        arrangement = weight.arrangement_on(self._device)
+        if arrangement is not None:
+            arrangement.arrange(tensor)
         return tensor
 
 
@@ -129,7 +131,7 @@ class PrefetchedWeights:
         for weight in weights:
             if not weight.is_filled:
                 self.final[weight.name].zero_()
-        self._arrangements = {weight.name: weight.arrangement for weight in weights if ops.has_kernels(device)}
+        self._arrangements = {weight.name: weight.arrangement_on(device) for weight in weights}
         self._readers = Readers(source, device)
         self._reads = {
             weight.name: self._readers.read(weight.places(self.final[weight.name]), weight.init) for weight in weights
@@ -141,7 +143,7 @@ class PrefetchedWeights:
     def pop(self, name: str, /) -> torch.Tensor:
         for read in self._reads.pop(name):
             read.result().wait()
-        arrangement = self._arrangements.get(name)
+        arrangement = self._arrangements[name]
         if arrangement is not None:
             arrangement.arrange(self.final[name])
         return self.final[name]

@@ -15,6 +15,7 @@ from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.checkpoint.safetensors_header import DTYPE_NAMES
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.upload import upload
+from ringcore.model_executor import ops
 
 __all__ = [
     "CHECKPOINT_DTYPES",
@@ -186,6 +187,10 @@ def _index(order: Sequence[int], device: torch.device) -> torch.Tensor:
 class Arrangement(ABC):
     """Another order of a tensor's bytes than the checkpoint's, for kernels."""
 
+    def is_used_on(self, device: torch.device) -> bool:
+        """Whether tensors on `device` have it, except while an update writes to them."""
+        return ops.has_kernels(device)
+
     @abstractmethod
     def arrange(self, tensor: torch.Tensor) -> None:
         """In place, once the tensor is complete."""
@@ -199,7 +204,7 @@ class Arrangement(ABC):
 class Weight:
     """One tensor of the model on this rank. Entries that no part fills (vocabulary padding) are zero.
 
-    arrangement: that it has where `ops.has_kernels`, except while an update writes to it.
+    arrangement: that it has on a device where it is used.
     """
 
     name: str
@@ -230,6 +235,9 @@ class Weight:
         """That the checkpoint's tensors must be convertible to."""
         encoding = self.parts[0].encoding
         return self.dtype if encoding is None else encoding.dtype
+
+    def arrangement_on(self, device: torch.device) -> Arrangement | None:
+        return self.arrangement if self.arrangement is not None and self.arrangement.is_used_on(device) else None
 
     def places(self, tensor: torch.Tensor) -> Iterator[tuple[WeightPart, torch.Tensor]]:
         """Each non-empty part with its place in `tensor`, the final one."""

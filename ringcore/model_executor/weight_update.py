@@ -16,7 +16,6 @@ from ringcore.checkpoint.expected_tensors import and_more, is_dispensable
 from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.errors import InvalidRequestError
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.model_executor import ops
 from ringcore.model_executor.loader import Readers
 from ringcore.model_executor.tensor_source import TensorSource
 from ringcore.model_executor.weight import Arrangement, Uniform, Weight, WeightPart, is_readable
@@ -67,11 +66,12 @@ class WeightUpdate:
         self._device = next(iter(tensors.values())).device
         self._targets: dict[str, _Target] = {}
         self._restored: list[tuple[Arrangement, torch.Tensor]] = []
-        for weight in weights if ops.has_kernels(self._device) else ():
-            if weight.arrangement is not None:
-                self._restored.append((weight.arrangement, tensors[weight.name]))
+        for weight in weights:
+            arrangement = weight.arrangement_on(self._device)
+            if arrangement is not None:
+                self._restored.append((arrangement, tensors[weight.name]))
                 if abandoned is None:
-                    weight.arrangement.restore(tensors[weight.name])
+                    arrangement.restore(tensors[weight.name])
         for weight in weights:
             padding = slice(weight.num_filled, None)
             tensors[weight.name].movedim(weight.parts[0].dim, 0)[padding].zero_()  # sleep discards the contents

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.driver import BenchmarkError
 from benchmarks.footprint import Footprint, import_cost, merge_peaks, process_memory
+from benchmarks.gguf_decode import GgufDecode
 from benchmarks.harness import EngineSpec, Fleet, Plan
 from benchmarks.prompts import PromptStream
 from benchmarks.startup import Startup
@@ -50,6 +51,17 @@ def test_throughput_of_one_batch(fake_spec: MakeSpec, make_plan: MakePlan) -> No
     right, wrong = batch.checks()
     assert (right.value, right.data) == ("24 of 24", [8, 8, 8])
     assert (wrong.value, wrong.data) == ("0 of 24", [0, 0, 0])
+
+
+def test_gguf_files_are_measured_in_every_form(fake_spec: MakeSpec, make_plan: MakePlan, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(bytes(2_000_000))
+    plan = make_plan(fake_spec("ringcore"), rounds=1, new_tokens=2, batch=[2], files=[tmp_path / "x.gguf"])
+    speed, memory = GgufDecode().run(plan).measurements
+    assert (speed.name, memory.name) == ("x.gguf, batch 2", "x.gguf of 2 MB, memory")
+    assert list(speed.samples) == ["ringcore packed_int8", "ringcore packed", "ringcore expanded"]
+    assert all(value > 0 for found in (speed, memory) for samples in found.samples.values() for value in samples)
+    with pytest.raises(BenchmarkError, match="no such file"):
+        GgufDecode().run(make_plan(fake_spec("ringcore"), files=[tmp_path / "y.gguf"]))
 
 
 def test_tokens_count_as_equal_up_to_the_first_difference() -> None:

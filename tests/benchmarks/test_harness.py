@@ -107,7 +107,7 @@ def test_a_setting_of_no_peer_is_refused(setting: str) -> None:
 @pytest.mark.parametrize(
     ("peers", "message"),
     [
-        (["warp=/bin/sh"], "no peer 'warp'; there are: vllm, transformers"),
+        (["warp=/bin/sh"], "no peer 'warp'; there are: vllm, transformers, llama_cpp"),
         (["vllm"], "give vllm=PYTHON"),
         (["vllm=/no/such/python"], "give vllm=PYTHON"),
         ([f"vllm={sys.executable}"] * 2, "the same peer twice"),

@@ -164,9 +164,10 @@ GGUF_BLOCKS = {
 
 
 class GgufFormat(msgspec.Struct, frozen=True, tag="gguf", forbid_unknown_fields=True):
-    """kind: one of `GGUF_BLOCKS`."""
+    """kind: one of `GGUF_BLOCKS`. rounds_inputs: of a product, to 8 bits with a scale for each 32."""
 
     kind: str
+    rounds_inputs: bool = False
 
     @property
     def tensors(self) -> tuple[MatrixTensor, ...]:

@@ -14,8 +14,7 @@ from ringcore.checkpoint.matrix_tensors import DENSE
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.linear_schemes.dense import Dense, all_dense
 from ringcore.model_executor.linear_schemes.fused import FusedMatrices
-from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix
-from ringcore.model_executor.linear_schemes.gguf_scheme import GgufScheme
+from ringcore.model_executor.linear_schemes.gguf_scheme import GgufScheme, RowsOfBlocks, rows_of_blocks
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
@@ -63,12 +62,15 @@ class VocabParallelEmbedding(WeightedLayer):
         self._weight = weights[_TABLE.suffix]
         self._dtype, self._tp = dtype, tp
         self.table: torch.Tensor  # [this rank's rows, hidden_size], or bytes of a row
+        self._table_in_blocks: RowsOfBlocks | None = None
 
     def weights(self) -> list[Weight]:
         return [self._weight]
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         self.table = tensors.pop(self._weight.name)
+        if self._blocks is not None:
+            self._table_in_blocks = rows_of_blocks(self.table, self._blocks)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [n] int64, in the vocabulary -> a new tensor [n, hidden_size], equal on every rank."""
@@ -81,9 +83,9 @@ class VocabParallelEmbedding(WeightedLayer):
         return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
-        if self._blocks is None:
+        if self._table_in_blocks is None:
             return F.embedding(index, self.table)
-        return GgufMatrix(self.table.index_select(0, index), self._blocks).expanded().to(self._dtype)
+        return self._table_in_blocks.rows(index).to(self._dtype)
 
 
 class ParallelLMHead(WeightedLayer):

@@ -77,14 +77,21 @@ class ExpandableMatrix(Protocol):
 class ExpandingProduct(Product):
     """Some outputs at a time, from the tensors as they are."""
 
-    def __init__(self, matrix: ExpandableMatrix, bias: torch.Tensor | None, order: torch.Tensor | None = None) -> None:
-        """order: in which the matrix has its inputs."""
-        self._matrix, self._bias, self._order = matrix, bias, order
+    def __init__(
+        self,
+        matrix: ExpandableMatrix,
+        bias: torch.Tensor | None,
+        order: torch.Tensor | None = None,
+        rounding: Multiply | None = None,
+    ) -> None:
+        """order: in which the matrix has its inputs. rounding: of the inputs."""
+        self._matrix, self._bias, self._order, self._rounding = matrix, bias, order, rounding
         self._block = max(1, _BLOCK // max(1, matrix.num_inputs))
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         matrix = self._matrix
         x = x if self._order is None else x.index_select(1, self._order)
+        x = x if self._rounding is None else self._rounding(x)
         product = x.new_empty(len(x), matrix.num_outputs)
         for first in range(0, matrix.num_outputs, self._block):
             end = min(first + self._block, matrix.num_outputs)

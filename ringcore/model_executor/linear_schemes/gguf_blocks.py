@@ -14,8 +14,9 @@ import torch
 from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.model_executor.weight import Derived
 
-__all__ = ["GgufMatrix"]
+__all__ = ["GgufMatrix", "round_by_block"]
 
+_ROUNDED = 32  # inputs that share a scale
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -40,6 +41,21 @@ class GgufMatrix:
         """Of outputs `first` to `end`: [n, num_inputs] float32."""
         rows = self._rows[first:end]
         return self._expand(rows.view(-1, self._block_bytes)).view(len(rows), self.num_inputs)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """index: [n] int64 -> these outputs: [n, num_inputs] float32."""
+        blocks = self._rows.index_select(0, index).view(-1, self._block_bytes)
+        return self._expand(blocks).view(len(index), self.num_inputs)
+
+
+def round_by_block(x: torch.Tensor) -> torch.Tensor:
+    """x: [n, inputs], of whole blocks of 32 -> each to the nearest of 255 equidistant numbers, the largest of its block
+    and 0 among them."""
+    blocks = x.float().view(len(x), -1, _ROUNDED)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    inverse = largest.new_tensor(127.0) / largest  # a number divided by a tensor is rounded twice
+    codes = (blocks * torch.where(largest > 0, inverse, 0)).round_()
+    return codes.mul_(largest / 127).view(x.shape).to(x.dtype)
 
 
 # Each below: blocks [n, bytes] uint8 -> [n, ...] float32, the numbers of a block in order.

@@ -1,23 +1,37 @@
-"""Matrices that stay in the blocks of their GGUF file, and are expanded for each product."""
+"""Matrices that stay in the blocks of their GGUF file: multiplied by C kernels, or expanded for each product."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import GgufFormat
+from ringcore.model_executor.linear_schemes.block_product import BlockProduct
 from ringcore.model_executor.linear_schemes.dense import Dense, dense_product
 from ringcore.model_executor.linear_schemes.expanding_product import ExpandingProduct
-from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix
+from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix, round_by_block
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
-from ringcore.model_executor.weight import Weight
+from ringcore.model_executor.native.block_kernels import BlocksArrangement, KernelMatrix, block_kernels
+from ringcore.model_executor.weight import Derived, Weight
 
-__all__ = ["GgufScheme"]
+__all__ = ["GgufScheme", "RowsOfBlocks", "rows_of_blocks"]
+
+
+class RowsOfBlocks(Protocol):
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """index: [n] int64 -> the numbers of these rows: [n, num_inputs] float32."""
+
+
+def rows_of_blocks(table: torch.Tensor, form: GgufFormat) -> RowsOfBlocks:
+    """table: [num_rows, bytes of a row] uint8, as `GgufScheme` declares it, loaded."""
+    kernels = block_kernels() if table.device.type == "cpu" else None
+    return GgufMatrix(table, form) if kernels is None else KernelMatrix(kernels, table, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +53,16 @@ class GgufScheme(LinearScheme):
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
+        rows = tensors["weight"]
         if not self._is_whole(shard):
-            return dense_product(tensors["weight"], bias, updatable, shard.prefers_float32)
-        return ExpandingProduct(GgufMatrix(tensors["weight"], self.format), bias)
+            return dense_product(rows, bias, updatable, shard.prefers_float32)
+        kernels = block_kernels() if rows.device.type == "cpu" else None
+        if kernels is not None:
+            derived = Derived()
+            floats = None if bias is None else derived.make(bias.float)
+            return BlockProduct(KernelMatrix(kernels, rows, self.format, floats), shard.dtype, derived)
+        rounding = round_by_block if self.format.rounds_inputs else None
+        return ExpandingProduct(GgufMatrix(rows, self.format), bias, rounding=rounding)
 
     def _is_whole(self, shard: LinearShard) -> bool:
         numbers, _ = self.format.block
@@ -49,4 +70,6 @@ class GgufScheme(LinearScheme):
 
     def _in_blocks(self, dense: Weight, num_inputs: int) -> Weight:
         parts = tuple(replace(part, blocks=self.format) for part in dense.parts)
-        return replace(dense, shape=(dense.shape[0], self.format.row_bytes(num_inputs)), dtype=torch.uint8, parts=parts)
+        shape = dense.shape[0], self.format.row_bytes(num_inputs)
+        arrangement = BlocksArrangement(self.format)
+        return replace(dense, shape=shape, dtype=torch.uint8, parts=parts, arrangement=arrangement)

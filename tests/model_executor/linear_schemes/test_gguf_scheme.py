@@ -22,9 +22,10 @@ from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import ConfigError, InvalidRequestError
 from ringcore.families import FAMILIES
 from ringcore.host.resources import Host
-from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix
+from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix, round_by_block
 from ringcore.model_executor.loader import load_weights, pending_weights
 from ringcore.model_executor.models import build_model
+from ringcore.model_executor.native.block_kernels import BlocksArrangement, KernelMatrix, block_kernels
 from ringcore.model_executor.tensor_source import open_source
 from ringcore.model_executor.weight_update import WeightUpdate
 
@@ -64,6 +65,94 @@ def test_every_bit_is_the_package_s(kind):
     assert torch.equal(matrix.expanded(5, 9), expected[5:9])
 
 
+def quantized(kind, num_outputs, num_inputs, seed=1):
+    """Random blocks of moderate scales: [num_outputs, bytes of a row]."""
+    numbers, num_bytes = GGUF_BLOCKS[kind]
+    rows = np.random.default_rng(seed).integers(0, 256, (num_outputs, num_inputs // numbers, num_bytes), dtype=np.uint8)
+    for place in {"Q6_K": [209]}.get(kind, [1, 3] if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [1]):
+        rows[..., place] = rows[..., place] & 0x83 | 0x20
+    return torch.from_numpy(rows.reshape(num_outputs, -1).copy())
+
+
+@functools.cache
+def kernels():
+    found = block_kernels()
+    if found is None:
+        pytest.skip("no C compiler is installed")
+    return found
+
+
+def in_kernels(rows, form, bias=None):
+    arranged = rows.clone()
+    BlocksArrangement(form).arrange(arranged)
+    return KernelMatrix(kernels(), arranged, form, bias)
+
+
+def adverse_inputs(num_rows, num_inputs):
+    """A block of zeros, one whose largest number outweighs the others, and one of the smallest numbers."""
+    x = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_rows))
+    x[:, :32] = 0
+    x[:, 40] = 1e4
+    x[:, -32:] *= 1e-30
+    return x
+
+
+@pytest.mark.parametrize("kind", sorted(GGUF_BLOCKS))
+def test_products_of_the_kernels_are_the_reference_s(kind):
+    """53 outputs: three runs of 16, and five more. Errors are relative to the sum of the products' absolute values:
+    some dozen roundings of float32, in another order."""
+    numbers, _ = GGUF_BLOCKS[kind]
+    num_inputs = 3 * numbers if numbers == 256 else 9 * numbers
+    rows, bias = quantized(kind, 53, num_inputs), torch.randn(53)
+    rows[7] = 0
+    for rounds in (False, True):
+        form = GgufFormat(kind, rounds)
+        matrix, weights = in_kernels(rows, form, bias), GgufMatrix(rows, form).expanded()
+        for num_rows in (1, 2, 5, 16, 30, 67):
+            x = adverse_inputs(num_rows, num_inputs)
+            seen = (round_by_block(x) if rounds else x).double()
+            expected = seen @ weights.double().T + bias
+            error = (matrix.multiply(x, torch.empty(num_rows, 53)) - expected).abs()
+            # Codes of Q8_0 and IQ4_NL are up to 255 before their zero, 128, is subtracted.
+            assert (error <= 1e-5 * (seen.abs() @ weights.double().abs().T + 1)).all(), (rounds, num_rows)
+        index = torch.tensor([52, 0, 17, 17])
+        assert torch.equal(matrix.rows(index), weights[index])
+        assert torch.equal(GgufMatrix(rows, form).rows(index), weights[index])
+
+
+@pytest.mark.parametrize("num_rows", [1, 18])
+def test_norm_gate_and_sum_are_in_the_same_call(num_rows):
+    form = GgufFormat("Q5_1")
+    rows, gain = quantized("Q5_1", 96, 64), torch.rand(64)
+    matrix, weights = in_kernels(rows, form), GgufMatrix(rows, form).expanded()
+    x = torch.randn(num_rows, 64)
+    product = torch.nn.functional.rms_norm(x, (64,), gain, 1e-5) @ weights.T
+    tolerance = {"atol": 1e-4 * float(product.abs().max()), "rtol": 1e-4}
+    torch.testing.assert_close(matrix.multiply(x, torch.empty(num_rows, 96), "store", gain, 1e-5), product, **tolerance)
+    gated = torch.nn.functional.silu(product[:, :48]) * product[:, 48:]
+    tolerance["atol"] *= float(product.abs().max())
+    torch.testing.assert_close(matrix.multiply(x, torch.empty(num_rows, 48), "silu", gain, 1e-5), gated, **tolerance)
+    added = torch.randn(num_rows, 96)
+    found = matrix.multiply(x, added.clone(), "add")
+    torch.testing.assert_close(found - added, matrix.multiply(x, torch.empty(num_rows, 96)), atol=1e-3, rtol=1e-4)
+
+
+def test_without_a_compiler_weights_are_expanded(tmp_path, monkeypatch, caplog):
+    write_gguf(tmp_path / "x.gguf", hf(), "llama", "Q4_0")
+    exact, rounded = (logits(tmp_path / "x.gguf", asked) for asked in ("packed", "packed_int8"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    block_kernels.cache_clear()
+    try:
+        torch.testing.assert_close(logits(tmp_path / "x.gguf", "packed"), exact, atol=5e-4, rtol=1e-4)
+        found = logits(tmp_path / "x.gguf", "packed_int8")
+    finally:
+        block_kernels.cache_clear()
+    assert "slow: no C compiler (cc, gcc, clang) is installed" in caplog.text
+    # A number on the boundary between two codes may be rounded to either, so errors are those of rounding.
+    assert (found - exact).abs().mean() > 1e-3
+    assert (found - rounded).abs().mean() < (found - exact).abs().mean()
+
+
 @functools.cache
 def hf(tied=True, **options):
     return hf_model("Llama", seed=1, tie_word_embeddings=tied, **(SIZES | options))
@@ -71,7 +160,8 @@ def hf(tied=True, **options):
 
 def spec_of(path, packed):
     spec = read_model_spec(find_model(path), FAMILIES)
-    return with_gguf_weights(spec, find_model(path), "packed" if packed else "expanded", "auto", "cpu", SmallHost())
+    asked = packed if isinstance(packed, str) else "packed" if packed else "expanded"
+    return with_gguf_weights(spec, find_model(path), asked, "auto", "cpu", SmallHost())
 
 
 def logits(path, packed, tp=None):
@@ -86,7 +176,7 @@ def test_a_model_in_blocks_is_the_expanded_one(tmp_path, kind, size):
     write_gguf(tmp_path / "x.gguf", hf(), "llama", kind)
     expected = logits(tmp_path / "x.gguf", packed=False)
     for found in on_all_ranks(size, lambda tp: logits(tmp_path / "x.gguf", True, tp)):
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-4)
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
@@ -103,7 +193,7 @@ def test_shares_that_are_no_whole_blocks_are_expanded(tmp_path):
         return logits(tmp_path / "x.gguf", True, tp)
 
     for found in on_all_ranks(2, run):
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-4)
 
 
 def test_what_is_in_memory_is_what_is_in_the_file(tmp_path):
@@ -136,10 +226,13 @@ def test_updates(tmp_path):
         update.take(name, torch.zeros(512, 256))
     with pytest.raises(InvalidRequestError, match="comes as Q4_0"), source(tmp_path / "Q4_0.gguf") as wrong:
         update.read(wrong)
+    update.finish()
     assert torch.equal(DenseRun(model, MAX_LEN, 1).step({0: IDS}), before)
+    update = WeightUpdate(model.weights(), final)
     with source(tmp_path / "new.gguf") as right:
         update.read(right)
     update.check_complete()
+    update.finish()
     model.refresh()
     torch.testing.assert_close(
         DenseRun(model, MAX_LEN, 1).step({0: IDS}), logits(tmp_path / "new.gguf", False), atol=2e-4, rtol=1e-4
@@ -170,8 +263,11 @@ def test_which_files_stay_packed(tmp_path, checkpoint):
     assert quantization("auto", dtype="bfloat16", host=SmallHost(4 * num_numbers)) is None
     assert quantization("auto", host=SmallHost(1, gpu=True)) is None
     assert quantization("expanded", host=SmallHost(1)) is None
-    with pytest.raises(ConfigError, match="a GPU has no kernels for it; give device='cpu'"):
-        quantization("packed", host=SmallHost(gpu=True))
+    rounded = quantization("packed_int8")
+    assert rounded.format_of("lm_head") == GgufFormat("Q4_0", rounds_inputs=True)
+    for asked in ("packed", "packed_int8"):
+        with pytest.raises(ConfigError, match="a GPU has no kernels for it; give device='cpu'"):
+            quantization(asked, host=SmallHost(gpu=True))
     assert quantization("packed", "cpu", host=SmallHost(gpu=True)) == packed
     _, folder = checkpoint("Qwen2")
     dense = read_model_spec(find_model(folder), FAMILIES), find_model(folder)

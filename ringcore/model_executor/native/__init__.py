@@ -1,0 +1,1 @@
+"""Products on a CPU in C, compiled by the system's compiler when a worker first needs them."""

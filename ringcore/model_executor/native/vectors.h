@@ -1,0 +1,158 @@
+// Vectors of 16 numbers, one of each of 16 outputs. Intrinsics only where the compiler does not find the instruction.
+
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+
+INLINE f32x16 splat(float x) { return (f32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+INLINE u32x16 load_words(const uint8_t *from) {
+    u32x16 words;
+    memcpy(&words, from, 64);
+    return words;
+}
+
+INLINE f32x16 floats_of(const float *from) {
+    f32x16 x;
+    memcpy(&x, from, 64);
+    return x;
+}
+
+// Byte i of each word, as a number.
+INLINE f32x16 byte_of(u32x16 words, int i) {
+#if defined(__AVX512BW__)
+    const __m512i place = _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32(i));
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_maskz_shuffle_epi8(0x1111111111111111, (__m512i)words, place));
+#else
+    return __builtin_convertvector((i32x16)(words >> 8 * i & 255), f32x16);
+#endif
+}
+
+INLINE f32x16 floats_of_bytes(u8x16 bytes) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));
+#else
+    return __builtin_convertvector(bytes, f32x16);
+#endif
+}
+
+INLINE f32x16 floats_of_signed_bytes(i8x16 bytes) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#else
+    return __builtin_convertvector(bytes, f32x16);
+#endif
+}
+
+INLINE i8x16 bytes_of(i32x16 words) {
+#if defined(__AVX512F__)
+    return (i8x16)_mm512_cvtepi32_epi8((__m512i)words);
+#else
+    return __builtin_convertvector(words, i8x16);
+#endif
+}
+
+// a * b + c, rounded once where the processor can. Everything else is compiled without such contractions.
+INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    union { f32x16 all; __m256 half[2]; } x = {a}, y = {b}, z = {c};
+    z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
+    z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+    return z.all;
+#else
+    return a * b + c;
+#endif
+}
+
+// As many numbers as a register of the processor has.
+#if defined(__AVX512F__)
+typedef f32x16 Wide;
+enum { WIDTH = 16 };
+INLINE Wide fma_wide(Wide a, float b, Wide c) { return fma16(a, splat(b), c); }
+#elif defined(__FMA__)
+typedef __m256 Wide;
+enum { WIDTH = 8 };
+INLINE Wide fma_wide(Wide a, float b, Wide c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+#else
+typedef float Wide __attribute__((vector_size(16)));
+enum { WIDTH = 4 };
+INLINE Wide fma_wide(Wide a, float b, Wide c) { return a * b + c; }
+#endif
+
+// 16 float16 numbers.
+INLINE f32x16 halves_of(const uint8_t *from) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    union { f32x16 all; __m256 half[2]; } out;
+    for (int i = 0; i < 2; i++) out.half[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + i));
+    return out.all;
+#else
+    f32x16 out;
+    uint16_t bits[16];
+    memcpy(bits, from, 32);
+    for (int i = 0; i < 16; i++) {
+        uint32_t sign = (uint32_t)(bits[i] & 0x8000) << 16, rest = bits[i] & 0x7fff;
+        uint32_t word = sign | (rest >= 0x7c00 ? 0x7f800000 | rest << 13 : (rest << 13) + (112u << 23));
+        float value;
+        memcpy(&value, &word, 4);
+        if (rest < 0x0400) value = (sign ? -1.0f : 1.0f) * (float)rest * 0x1p-24f;
+        out[i] = value;
+    }
+    return out;
+#endif
+}
+
+// sums + the four products of unsigned bytes of a and signed bytes of b, of each word.
+INLINE i32x16 dot_bytes(i32x16 sums, u32x16 a, int32_t b) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, _mm512_set1_epi32(b));
+#elif defined(__AVX2__)
+    // Products of two pairs of 16 bits: `maddubs` would saturate.
+    union { u32x16 all; __m256i half[2]; } x = {a};
+    union { i32x16 all; __m256i half[2]; } s = {sums};
+    __m256i word = _mm256_set1_epi32(b), low = _mm256_set1_epi16(255);
+    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(word, 8), 8), odd = _mm256_srai_epi16(word, 8);
+    for (int i = 0; i < 2; i++) {
+        __m256i of_even = _mm256_madd_epi16(_mm256_and_si256(x.half[i], low), even);
+        __m256i of_odd = _mm256_madd_epi16(_mm256_srli_epi16(x.half[i], 8), odd);
+        s.half[i] = _mm256_add_epi32(s.half[i], _mm256_add_epi32(of_even, of_odd));
+    }
+    return s.all;
+#else
+    for (int i = 0; i < 4; i++) sums += (i32x16)(a >> 8 * i & 255) * (int8_t)(b >> 8 * i);
+    return sums;
+#endif
+}
+
+// e^x to 2e-7 of itself: of 2^n e^r with r within ln(2) / 2 of 0, r by a polynomial.
+INLINE f32x16 exp16(f32x16 x) {
+    for (int i = 0; i < 16; i++) x[i] = x[i] < -87.0f ? -87.0f : x[i] > 88.0f ? 88.0f : x[i];
+    f32x16 rounder = splat(12582912.0f), n = fma16(x, splat(1.44269504f), rounder) - rounder;
+    f32x16 r = fma16(n, splat(-0.693359375f), x);
+    r = fma16(n, splat(2.12194440e-4f), r);
+    f32x16 p = splat(1.9875691500e-4f);
+    p = fma16(p, r, splat(1.3981999507e-3f));
+    p = fma16(p, r, splat(8.3334519073e-3f));
+    p = fma16(p, r, splat(4.1665795894e-2f));
+    p = fma16(p, r, splat(1.6666665459e-1f));
+    p = fma16(p, r, splat(5.0000001201e-1f));
+    p = fma16(p, r * r, r + 1.0f);
+    i32x16 power = (__builtin_convertvector(n, i32x16) + 127) << 23;
+    return p * (f32x16)power;
+}
