@@ -31,7 +31,7 @@ def with_gguf_weights(spec: AnySpec, files: ModelFiles, asked: str, dtype: str, 
             raise bad_value("gguf_weights", asked, refusal)
         return spec
     num_bytes = num_parameters(files) * DTYPE_BYTES[spec.dtype if dtype == "auto" else dtype]
-    if asked == "auto" and num_bytes <= _SHARE * host.free_memory_bytes():
+    if asked == "auto" and host.c_compiler() is None and num_bytes <= _SHARE * host.free_memory_bytes():
         return spec
     assert isinstance(spec, ModelSpec)
     return msgspec.structs.replace(spec, quantization=_formats(spec, files.weight_files[0], asked == "packed_int8"))

@@ -48,8 +48,8 @@ class ModelConfig:
     gguf_weights: str = _option(
         "auto",
         f"one of {', '.join(GGUF_WEIGHTS)}: on a CPU the matrices of a .gguf file stay in its blocks, with "
-        "packed_int8 their inputs are rounded to 8 bits, or are expanded; auto expands what takes at most half of the "
-        "free memory",
+        "packed_int8 their inputs are rounded to 8 bits, or are expanded; auto packs where there is a C compiler, or "
+        "where expanded ones would take more than half of the free memory",
     )
     max_model_len: int | Literal["auto"] | None = _option(
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ __all__ = ["Host", "process_usage", "resident_bytes"]
 
 # bfloat16 multiplication instructions; without them values are converted one by one, slower than float32.
 _BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
+_C_COMPILERS = ("cc", "gcc", "clang")
 
 
 class Host:
@@ -42,6 +44,10 @@ class Host:
             return {}
         lines = (line.partition(":") for line in first.splitlines())
         return {name.strip(): value.strip() for name, _, value in lines}
+
+    def c_compiler(self) -> str | None:
+        """The path of the system's C compiler."""
+        return next(filter(None, map(shutil.which, _C_COMPILERS)), None)
 
     def has_gpu(self) -> bool:
         """Whether an NVIDIA driver is loaded, or WSL's GPU device exists."""

@@ -6,16 +6,15 @@ import ctypes
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from ringcore.host.cache_folder import our_cache_folder
+from ringcore.host.resources import Host
 
 __all__ = ["NoLibrary", "load_compiled"]
 
-_COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-std=gnu11", "-w")
 _COMPILE_S = 120.0  # it takes two or three
 _FOLDER = Path(__file__).parent
@@ -48,9 +47,9 @@ def load_compiled(source: str, folder: Path | None = None) -> ctypes.CDLL:
 
 
 def _compiler() -> str:
-    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    found = Host().c_compiler()
     if found is None:
-        raise NoLibrary(f"no C compiler ({', '.join(_COMPILERS)}) is installed")
+        raise NoLibrary("no C compiler (cc, gcc or clang) is installed")
     return found
 
 
