@@ -29,7 +29,9 @@ from ringcore.params.vllm_names import ENGINE_OPTIONS, known_options
 
 __all__ = ["EngineConfig"]
 
-_DEFAULT_TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}  # by device, for max_num_batched_tokens=None
+# By device, for None.
+_DEFAULT_TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
+_DEFAULT_STEPS_IN_FLIGHT = {"cuda": 2, "cpu": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +95,13 @@ class EngineConfig:
 
     def on_device(self, device: str) -> EngineConfig:
         """Resolves the options whose None depends on the device, "cuda" or "cpu". The workers resolve device "auto"."""
-        if self.scheduler.max_num_batched_tokens is not None:
-            return self
-        return replace(self, scheduler=replace(self.scheduler, max_num_batched_tokens=_DEFAULT_TOKEN_BUDGET[device]))
+        given = self.scheduler
+        scheduler = replace(
+            given,
+            max_num_batched_tokens=given.max_num_batched_tokens or _DEFAULT_TOKEN_BUDGET[device],
+            steps_in_flight=given.steps_in_flight or _DEFAULT_STEPS_IN_FLIGHT[device],
+        )
+        return self if scheduler == given else replace(self, scheduler=scheduler)
 
 
 def _default(option: Field[Any]) -> Any:

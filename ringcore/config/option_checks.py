@@ -115,8 +115,8 @@ def _check_counts(options: Mapping[str, Any]) -> None:
         check_count("max_model_len", options["max_model_len"], 1, or_else="'auto'")
     if options["num_blocks_override"] is not None:
         check_count("num_blocks_override", options["num_blocks_override"], 2)
-    if options["steps_in_flight"] not in (1, 2):
-        raise bad_value("steps_in_flight", options["steps_in_flight"], "give 1 or 2")
+    if options["steps_in_flight"] not in (None, 1, 2):
+        raise bad_value("steps_in_flight", options["steps_in_flight"], "give 1 or 2, or leave it out")
     for name in ("max_worker_restarts", "max_skip_ahead"):
         check_count(name, options[name], 0)
     if options["redundant_experts"] is not None:

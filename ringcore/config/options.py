@@ -32,6 +32,9 @@ def _option(default: Any, doc: str) -> Any:
     return field(default=default, metadata={"option": doc})
 
 
+MAX_STEPS_IN_FLIGHT = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     model: str = _option("", "a model folder, a .gguf file, or a hub id")
@@ -126,7 +129,11 @@ class SchedulerConfig:
     preempt_lower_priority: bool = _option(False, "make room for a waiting request by preempting running lower ones")
     max_skip_ahead: int = _option(16, "how many later requests may start before one that waits for blocks")
     max_logprobs: int = _option(20, "the most logprobs and prompt_logprobs a request may ask for; -1 is no bound")
-    steps_in_flight: int = _option(2, "1, or 2 to schedule a step before the tokens of the one before it are known")
+    steps_in_flight: int | None = _option(
+        None,
+        "1, or 2 to schedule a step before the tokens of the one before it are known; None means 2 on a GPU, 1 on a "
+        "CPU, where a new prompt would wait for a step more",
+    )
     structured_outputs_backend: Literal["auto", "llguidance", "xgrammar"] = _option(
         "auto", f"one of {', '.join(STRUCTURED_OUTPUTS_BACKENDS)}; auto is llguidance where it is installed"
     )
@@ -137,7 +144,12 @@ class SchedulerConfig:
     @property
     def max_steps_in_flight(self) -> int:
         """One step in each stage of a pipeline; or one more, so that no stage waits for the scheduler."""
-        return self.steps_in_flight + self.num_stages - 1
+        return self.steps_of_a_stage + self.num_stages - 1
+
+    @property
+    def steps_of_a_stage(self) -> int:
+        """`steps_in_flight`; the most, where the device is not known yet."""
+        return self.steps_in_flight or MAX_STEPS_IN_FLIGHT
 
     @property
     def token_budget(self) -> int:

@@ -55,7 +55,7 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
     **_all("num_gpu_blocks_override", "it is num_blocks_override here"),
     **_all("worker_extension_cls", "it is worker_extension here"),
     **_all("distributed_executor_backend", "it is executor here: 'multiproc' for 'mp', 'uniproc' for 'uni'", "mp"),
-    **_all("async_scheduling", "steps_in_flight=2 (the default) is on here, steps_in_flight=1 off", True),
+    **_all("async_scheduling", "steps_in_flight=2 (the default on a GPU) is on here, steps_in_flight=1 off", True),
     **_all("kv_offloading_size", "it is host_kv_cache_bytes here, in bytes for each rank"),
     **_all(
         "structured_outputs_config guided_decoding_backend",

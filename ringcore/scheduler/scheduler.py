@@ -105,7 +105,7 @@ class Scheduler:
         self._quarantine = Quarantine(self._waiting)
         self._starter = Starter(config, waiting=self._waiting, running=self._running, clock=clock)
         self.loading = self._starter.loading
-        self._turns = None if config.num_stages == 1 else Turns(config.num_stages, config.steps_in_flight)
+        self._turns = None if config.num_stages == 1 else Turns(config.num_stages, config.steps_of_a_stage)
         self.num_at_gate = 0  # admitted, and not enqueued yet
         self.paused: PauseMode | None = None
         self.is_frozen = False

@@ -25,7 +25,12 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder, keys):
-    options = {"executor": "fake_engine:FakeMultiproc", "tensor_parallel_size": 2, "max_model_len": 256}
+    options = {
+        "executor": "fake_engine:FakeMultiproc",
+        "tensor_parallel_size": 2,
+        "max_model_len": 256,
+        "steps_in_flight": 2,
+    }
     options |= {"admin_endpoint": ANY_PORT, "admin_keys": keys, "max_worker_restarts": 3}
     with EngineCoreClient(EngineConfig.from_options(model=folder, load_format="dummy", **options)) as client:
         client.wait_ready()

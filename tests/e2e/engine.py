@@ -46,5 +46,6 @@ def tokens(outputs: list[list[EngineCoreOutput]]) -> list[list[int]]:
     return [[token for output in one for token in output.new_token_ids] for one in outputs]
 
 
-def make_core(model: str, **options) -> EngineCore:
-    return EngineCore(EngineConfig.from_options(model=model, **options))
+def make_core(model: str, *, steps_in_flight: int = 2, **options) -> EngineCore:
+    """As many steps in flight as on a GPU."""
+    return EngineCore(EngineConfig.from_options(model=model, steps_in_flight=steps_in_flight, **options))

@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 def make_config(folder, **options):
     return EngineConfig.from_options(
-        model=folder, load_format="dummy", **({"max_model_len": 64, "block_size": 4} | options)
+        model=folder, load_format="dummy", **({"max_model_len": 64, "block_size": 4, "steps_in_flight": 2} | options)
     )
 
 

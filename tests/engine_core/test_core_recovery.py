@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def make_config(folder, **options):
-    defaults = {"max_model_len": 64, "block_size": 4, "max_worker_restarts": 100}
+    defaults = {"steps_in_flight": 2, "max_model_len": 64, "block_size": 4, "max_worker_restarts": 100}
     return EngineConfig.from_options(model=folder, load_format="dummy", **(defaults | options))
 
 

@@ -31,7 +31,13 @@ def folder(tmp_path_factory):
 
 
 def make_config(folder, **options):
-    defaults = {"max_model_len": 64, "block_size": 4, "enable_sleep_mode": True, "device_memory": "auto"}
+    defaults = {
+        "max_model_len": 64,
+        "block_size": 4,
+        "enable_sleep_mode": True,
+        "device_memory": "auto",
+        "steps_in_flight": 2,
+    }
     return EngineConfig.from_options(model=folder, load_format="dummy", **(defaults | options))
 
 

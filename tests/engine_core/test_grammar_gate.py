@@ -73,7 +73,9 @@ def make(folder):
 
     def make_core(*, holds=False, **options):
         config = EngineConfig.from_options(
-            model=folder, load_format="dummy", **({"max_model_len": 64, "block_size": 4} | options)
+            model=folder,
+            load_format="dummy",
+            **({"max_model_len": 64, "block_size": 4, "steps_in_flight": 2} | options),
         )
         core = EngineCore(config, MortalExecutor(config, holds=holds))
         compiler = core._grammars._compiler = FakeCompiler()
