@@ -29,9 +29,9 @@ from ringcore.params.vllm_names import ENGINE_OPTIONS, known_options
 
 __all__ = ["EngineConfig"]
 
-# By device, for None.
-_DEFAULT_TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
-_DEFAULT_STEPS_IN_FLIGHT = {"cuda": 2, "cpu": 1}
+# For None, on a GPU and on other devices.
+_DEFAULT_TOKEN_BUDGETS = 8192, 2048
+_DEFAULT_STEPS_IN_FLIGHT = 2, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +95,11 @@ class EngineConfig:
 
     def on_device(self, device: str) -> EngineConfig:
         """Resolves the options whose None depends on the device, "cuda" or "cpu". The workers resolve device "auto"."""
-        given = self.scheduler
+        given, place = self.scheduler, 0 if device == "cuda" else 1
         scheduler = replace(
             given,
-            max_num_batched_tokens=given.max_num_batched_tokens or _DEFAULT_TOKEN_BUDGET[device],
-            steps_in_flight=given.steps_in_flight or _DEFAULT_STEPS_IN_FLIGHT[device],
+            max_num_batched_tokens=given.max_num_batched_tokens or _DEFAULT_TOKEN_BUDGETS[place],
+            steps_in_flight=given.steps_in_flight or _DEFAULT_STEPS_IN_FLIGHT[place],
         )
         return self if scheduler == given else replace(self, scheduler=scheduler)
 

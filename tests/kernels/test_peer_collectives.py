@@ -129,7 +129,7 @@ def test_more_tokens_than_the_buffers_hold_are_combined_in_several_launches(monk
 
     def work(rank):
         tp = NcclCommunicator._of(rank, SIZE, object(), None, combines[rank])
-        assert tp.combines(1 << 16, 64, 8, torch.bfloat16)
+        assert tp.combines(1 << 16, 64, 1, torch.bfloat16)
         assert not tp.combines(1 << 16, 68, 8, torch.bfloat16)
         assert not tp.combines(1 << 16, 4096, 8, torch.bfloat16)
         assert not tp.combines(64, 64, 8, torch.bfloat16)

@@ -157,10 +157,12 @@ def test_the_process():
         assert [json.loads(answer)[0] for answer in answers] == [
             [{"line": 0, "node": ["p", {}, ["em", {}, str(i)]]}] for i in range(32)
         ]
+        os.kill(renderer.pid, signal.SIGSTOP)
         waiting = [asyncio.create_task(renderer.render(["a"])) for _ in range(32)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="32 calls wait"):
             await renderer.render(["a"])
+        os.kill(renderer.pid, signal.SIGCONT)
         await asyncio.gather(*waiting)
         long = "\u00e4" * 3_000_000  # more than a socket takes at once
         ((block,),) = json.loads(await renderer.render([long]))
