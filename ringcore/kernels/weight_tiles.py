@@ -41,7 +41,9 @@ from ringcore.kernels.weight_groups import (
 __all__ = [
     "load_codes",
     "load_packed",
+    "load_quad",
     "packed_dot",
+    "rescaled",
     "spread_columns",
     "tile_arguments",
 ]
