@@ -31,7 +31,7 @@ _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 ro
 _ROUNDED_ROWS = 64  # few rows of FP8 times FP8
 _ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
 _ROUNDED_PROGRAMS = 2 * NUM_SMS
-_ROUNDED_FMA_INPUTS = 8192
+_ROUNDED_FMA_INPUTS, _PACKED_FMA_INPUTS = 8192, 16384  # a row of more does not fit in registers
 _MAX_PACKED_ROWS = 128
 _NIBBLE_PROGRAMS = 2 * NUM_SMS
 
@@ -85,7 +85,7 @@ def choose_packed(
     """
     if not 1 <= num_rows <= _MAX_PACKED_ROWS:
         return None
-    if by_fma:
+    if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
         return _packed_fma(num_inputs, is_gated)
     num_weights = num_outputs * (2 if is_gated else 1)
     if numbers == NIBBLE_NUMBERS:
@@ -96,11 +96,13 @@ def choose_packed(
 
 
 def _packed_fma(num_inputs: int, is_gated: bool) -> PackedFmaConfig:
+    """Measured for 4,096 and 12,288 inputs; between them and above, what needs no more registers than there are."""
     block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
     if is_gated:
-        return PackedFmaConfig(2, block_inputs, 2, 6 * NUM_SMS)
-    many = num_inputs > 2 * block_inputs  # all of a row is in registers
-    return PackedFmaConfig(4 if many else 8, block_inputs, 4 if many else 8, 2 * NUM_SMS)
+        return PackedFmaConfig(2, block_inputs, 2 if num_inputs <= 4096 else 4, 6 * NUM_SMS)
+    if num_inputs <= 8192:
+        return PackedFmaConfig(8, block_inputs, 8, 2 * NUM_SMS)
+    return PackedFmaConfig(4, block_inputs, 4 if num_inputs <= 12288 else 8, 2 * NUM_SMS)
 
 
 def _nibble_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:

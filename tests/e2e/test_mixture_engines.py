@@ -36,19 +36,23 @@ def assert_generates(core, model: Saved) -> None:
     assert differences(model.entries, tokens(outputs)) == []
 
 
+def assert_survives_sleeps(core, model):
+    core.sleep()
+    core.wake_up()
+    assert_generates(core, model)
+    core.sleep(2)
+    core.wake_up()
+    core.reload_weights(model.path)
+    assert_generates(core, model)
+
+
 def test_natively_in_chunks_two_steps_deep_cold_and_warm_asleep_and_updated(model):
     """`test_any_causal_lm.py` has the same by transformers' modules."""
     with make_core(model.path, steps_in_flight=2, enable_sleep_mode=True, **OPTIONS) as core:
         assert core.ready.model is not None
         assert core.ready.model.impl == "native"
         assert_equal(model, core)
-        core.sleep()
-        core.wake_up()
-        assert_generates(core, model)
-        core.sleep(2)
-        core.wake_up()
-        core.reload_weights(model.path)
-        assert_generates(core, model)
+        assert_survives_sleeps(core, model)
 
 
 @pytest.mark.long_form
@@ -75,13 +79,7 @@ def test_replicas_that_are_placed_anew_asleep_updated_and_after_a_death(model, i
         assert placed is not None
         assert placed.num_placements > 0
         assert placed.moved_bytes > 0
-        core.sleep()
-        core.wake_up()
-        assert_generates(core, model)
-        core.sleep(2)
-        core.wake_up()
-        core.reload_weights(model.path)
-        assert_generates(core, model)
+        assert_survives_sleeps(core, model)
         os.kill(core.ready.pids["worker 1"], signal.SIGKILL)
         assert_generates(core, model)
 

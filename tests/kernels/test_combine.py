@@ -3,16 +3,12 @@ of some, of none."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from rank_series import Ranks
+from test_precompile import run
 
 from ringcore.kernels.combine import combine, combine_reference, max_combined_tokens, owned_tokens
 from ringcore.kernels.dependent_launch import supports_pdl
@@ -139,15 +135,4 @@ def test_they_compile_for_sm90(tmp_path):
         for (kernel, _), variant in found.items():
             print(kernel.__name__, ".local" in kernel.preload(variant.specialization).asm["ptx"])
     """
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["_combine_kernel False"] * 4 + ["_place_kernel False"]
+    assert run(script, tmp_path).splitlines() == ["_combine_kernel False"] * 4 + ["_place_kernel False"]

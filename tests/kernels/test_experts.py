@@ -5,16 +5,12 @@ Tolerance: sums in float32 in another order, of numbers whose sums of squares ar
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from test_precompile import run
 
 from ringcore.checkpoint.quantization import CodesFormat, InputFormat, Mxfp4Format
 from ringcore.kernels.dense_experts import DenseExperts
@@ -349,21 +345,9 @@ def test_they_compile_for_sm90(tmp_path):
             text = kernel.preload(variant.specialization).asm["ptx"]
             print(kernel.__name__, "wgmma" in text, ".local" in text)
     """
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    here = str(Path(__file__).parent)
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([here, *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
     kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 12, "weighted_sum_kernel False False": 2}
     kernels["_router_kernel False False"] = 2
-    assert Counter(done.stdout.splitlines()) == kernels
+    assert Counter(run(script, tmp_path).splitlines()) == kernels
 
 
 @needs_gpu

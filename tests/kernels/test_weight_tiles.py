@@ -15,8 +15,10 @@ from test_precompile import run
 
 from ringcore.checkpoint import quantization as formats
 from ringcore.kernels.round_rows import RowNorm
+from ringcore.kernels.skinny_configs import choose_packed
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.skinny_tiles import DotConfig, PackedFmaConfig
+from ringcore.kernels.skinny_times import NIBBLE_NUMBERS
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
@@ -156,6 +158,16 @@ def test_every_e2m1_code_and_power_of_2(device):
     matrix = QuantizedMatrix(QuadCodes(stored[:252], 8, 32, is_float=True), scales[:252], Groups(32))
     found = skinny_linear(torch.eye(32, device=device), packed_weight(matrix, torch.float32), DOT)
     assert torch.equal(found.cpu(), finite.t())
+
+
+def test_a_row_that_does_not_fit_in_registers_is_for_tensor_cores():
+    for is_gated in (False, True):
+        for num_inputs in (64, 4096, 8192, 14336, 16384):
+            config = choose_packed(4096, num_inputs, 1, NIBBLE_NUMBERS, is_gated=is_gated, by_fma=True)
+            assert isinstance(config, PackedFmaConfig)
+            assert config.block_inputs <= 4096
+        wide = choose_packed(4096, 16448, 1, NIBBLE_NUMBERS, is_gated=is_gated, by_fma=True)
+        assert isinstance(wide, DotConfig)
 
 
 def test_the_product_of_a_model(device, monkeypatch):
