@@ -58,7 +58,8 @@ def _near_ends(index: int, deaths: Sequence[int], spin_s: float, calls: Fds, rep
 
 
 def _far_ends(index: int, deaths: Sequence[int], spin_s: float, endpoint: str, keys: ClientKeys) -> Ends:
-    link = JoiningEnd(endpoint, keys, Join(_host(index), "")).link
+    link = JoiningEnd(endpoint, keys).link
+    link.note(Join(_host(index), ""))
     sizes = ParallelConfig()
     reader = link.reader(0, sizes.call_ring_bytes, deaths, spin_s)
     return reader, link.writer(0, sizes.reply_ring_bytes, deaths, spin_s)

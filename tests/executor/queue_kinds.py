@@ -30,8 +30,10 @@ def joined(num_hosts: int, server_keys: ServerKeys, client_keys: ClientKeys):
     """The engine's links to so many hosts, and the hosts' own ends."""
     listener = HostListener("tcp://127.0.0.1:*", server_keys, lambda join: None)
     names = [f"host {i}" for i in range(num_hosts)]
-    ends = [JoiningEnd(listener.address, client_keys, Join(name, "0")) for name in names]
+    ends = [JoiningEnd(listener.address, client_keys) for _ in names]
     try:
+        for name, end in zip(names, ends, strict=True):
+            end.link.note(Join(name, "0"))
         links = listener.wait_for(names, time.monotonic() + BOUND_S)
         yield listener, [links[name] for name in names], ends
     finally:

@@ -6,12 +6,14 @@ import os
 import random
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
 from queue_kinds import BOUND_S, joined, made_keys
 
-from ringcore.executor.far.ends import JoiningEnd
+from ringcore.executor.far.agent import _Session
+from ringcore.executor.far.ends import HostListener, JoiningEnd
 from ringcore.executor.far.frames import (
     CLOSED,
     HEAD_BYTES,
@@ -24,6 +26,7 @@ from ringcore.executor.far.frames import (
     pack_head,
     pack_note,
 )
+from ringcore.executor.far.port import Port
 from ringcore.executor.ring_memory import PAGE
 from ringcore.executor.waiting import PeerDied
 
@@ -105,8 +108,9 @@ GARBAGE = {
 def test_a_known_host_that_sends_what_cannot_be_loses_its_own_connection(name, host):
     listener, link, end, _, replies, keys = host
     link.on_note = refuse
-    other = JoiningEnd(listener.address, keys, Join("other", "0"))
+    other = JoiningEnd(listener.address, keys)
     try:
+        other.link.note(Join("other", "0"))
         other_link = listener.wait_for(["other"], time.monotonic() + BOUND_S)["other"]
         end.link.transmit(GARBAGE[name])
         with pytest.raises(PeerDied):
@@ -144,10 +148,34 @@ def test_a_sender_without_room_is_cut_off(host):
 
 def test_frames_before_a_host_has_joined_are_dropped(host):
     listener, _, _, _, _, keys = host
-    early = JoiningEnd(listener.address, keys, Finish())
+    early = JoiningEnd(listener.address, keys)
+    early.link.note(Finish())
     early.link.transmit(b"x")
     deadline = time.monotonic() + BOUND_S
     while listener._strange.num < 2:
         assert is_whole(host)
         assert time.monotonic() < deadline
     early.close()
+
+
+def test_an_answer_that_arrives_while_the_host_joins_is_taken(monkeypatch):
+    """A busy machine may stop the thread of a host between the `Join` that it sends and what it sets next."""
+    server_keys, client_keys = made_keys()
+    listener = HostListener("tcp://127.0.0.1:*", server_keys, lambda join: None)
+    pump = Port.pump
+
+    def late_pump(port):
+        if port.socket.type == zmq.DEALER:
+            port.socket.poll(BOUND_S * 1e3)
+        pump(port)
+
+    monkeypatch.setattr(Port, "pump", late_pump)
+    with ThreadPoolExecutor(1) as engine:
+        links = engine.submit(listener.wait_for, ["a"], time.monotonic() + BOUND_S)
+        links.add_done_callback(lambda done: done.result()["a"].note(Finish()))
+        session = _Session(JoiningEnd(listener.address, client_keys), Join("a", "0"))
+    try:
+        assert session._is_finished
+    finally:
+        session.close()
+        listener.close()

@@ -63,7 +63,7 @@ def serve_engine(endpoint: str, keys: ClientKeys, host: str, patience_s: float) 
     while True:
         held = held_port("")
         join = Join(host, installed_version(), held.getsockname()[1])
-        session = _Session(JoiningEnd(endpoint, keys, join))
+        session = _Session(JoiningEnd(endpoint, keys), join)
         try:
             session.run()
             has_served, is_known, connected_s = True, True, time.monotonic()
@@ -121,7 +121,7 @@ class _Relay:
 class _Session:
     """One connection, from joining to the engine's `Finish`. had_workers: whether it has started any."""
 
-    def __init__(self, end: JoiningEnd) -> None:
+    def __init__(self, end: JoiningEnd, join: Join) -> None:
         self.end, self.had_workers = end, False
         self._link = end.link
         self._link.on_note = self._take_note
@@ -132,6 +132,7 @@ class _Session:
         self._reported: set[int] = set()
         self._beat_at = 0.0
         self._is_held = self._is_finished = False
+        self._link.note(join)
 
     def run(self) -> None:
         """Returns when the engine has dismissed the workers. Raises `_Lost`, and `ConfigError` if it refuses."""

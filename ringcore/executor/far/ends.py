@@ -145,13 +145,14 @@ class HostListener:
 
 
 class JoiningEnd:
-    """A DEALER behind CurveZMQ that connects once. link: to the engine; it has joined when the handshake is done.
+    """A DEALER behind CurveZMQ that connects once. link: to the engine, whose first note must be a `Join`; the engine's
+    answer may arrive while that is sent, so `on_note` is set before.
 
     refused: why the engine does not want this host, for a person, if it does not. unknown: why the handshake failed
     otherwise: a wrong server key, or an engine that ends.
     """
 
-    def __init__(self, endpoint: str, keys: ClientKeys, join: Join) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys) -> None:
         self.refused: str | None = None
         self.unknown: str | None = None
         self._context = zmq.Context()
@@ -171,7 +172,6 @@ class JoiningEnd:
             self.close()
             text = f"join={endpoint!r}: {error.strerror}; give the address that the engine reports"
             raise ConfigError(text, option="join", value=repr(endpoint)) from error
-        self.link.note(join)
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         self.link.take(memoryview(frames[-1].buffer))
