@@ -40,8 +40,10 @@ __all__ = [
 ENTRY = "ringcore.executor.worker_proc:main"
 CONTROL_RING_BYTES = 1 << 20
 GRACE_S = 5.0
-# A finite spin of idle OpenMP threads is as fast as an endless one (2.3 times faster than none at batch 1).
-GOMP_SPINCOUNT = "20000"
+# Idle OpenMP threads spin for about as long as waking one takes (some 50 us), then sleep. Without a spin one row takes
+# twice as long. A longer one takes the cores from what the threads wait for, where another process wants one of them:
+# with 20,000 a product of 24 rows took 20 ms on two cores beside one busy process, 9 with 3,000, and 3 alone.
+GOMP_SPINCOUNT = "3000"
 
 
 class HostStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

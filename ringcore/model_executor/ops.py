@@ -1,4 +1,4 @@
-"""The operations that all layers share, in plain torch, and whether a device has kernels instead.
+"""The operations that all layers share, in plain torch, and which kernels a device has instead.
 
 On a CPU an operation costs 1 to 4 us however small it is, and a model of 30 layers decodes a token in some 12 ms: so
 these use few operations, and where reshaping the weights saves one, the weights are prepared when they are bound.
@@ -11,8 +11,11 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ringcore.kernels.native.row_kernels import RowKernels, row_kernels
+
 __all__ = [
     "apply_rotary",
+    "cpu_kernels",
     "gelu_tanh_and_mul",
     "has_kernels",
     "linear",
@@ -28,6 +31,11 @@ def has_kernels(device: torch.device) -> bool:
     """Whether layers bound on `device` use `ringcore.kernels`. The kernels need Triton, so nothing else imports
     them."""
     return device.type == "cuda"
+
+
+def cpu_kernels(device: torch.device) -> RowKernels | None:
+    """The kernels in C of layers bound on `device`; None on another device than a CPU, and without a C compiler."""
+    return row_kernels() if device.type == "cpu" else None
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

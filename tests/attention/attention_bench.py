@@ -15,6 +15,7 @@ from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.fp8_rows import rounded
+from ringcore.kernels.native.attention_kernels import attention_kernel
 from ringcore.kernels.page_layout import PageLayout
 from ringcore.kv_cache.spec import (
     ChunkedAttentionSpec,
@@ -25,7 +26,10 @@ from ringcore.kv_cache.spec import (
 
 CPU = torch.device("cpu")
 HAS_GPU = torch.cuda.is_available()
-RUNS_ON = {"triton": "cuda", "flash_attn": "cuda", "torch_sdpa": "cpu", "triton_mla": "cuda", "torch_mla": "cpu"}
+RUNS_ON = {"triton": "cuda", "flash_attn": "cuda", "triton_mla": "cuda"} | dict.fromkeys(
+    ("cpu_attn", "torch_sdpa", "torch_mla"), "cpu"
+)
+OF_A_CPU = "torch_sdpa" if attention_kernel() is None else "cpu_attn"  # what "auto" takes: the kernel needs a compiler
 HEAD_SIZE = 16
 # Of the largest difference: float32 sums of a few hundred terms in another order; the half formats' own rounding of
 # inputs, weights and outputs near 1.

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_bench import CPU, HAS_GPU, RUNS_ON, Bench, layer_of, refusal, run_case, spec_of
+from attention_bench import CPU, HAS_GPU, OF_A_CPU, RUNS_ON, Bench, layer_of, refusal, run_case, spec_of
 
 from ringcore.attention.backends import BACKENDS, choose_backend
 from ringcore.errors import ConfigError
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, MLASpec
 
 # The smallest blocks that each takes.
-SMALL = {"triton": 16, "flash_attn": 16, "torch_sdpa": 4}
+SMALL = {"triton": 16, "flash_attn": 16, "torch_sdpa": 4, "cpu_attn": 4}
 DECODE = [(4, 1), (17, 1), (1, 1), (63, 1), (16, 1)]
 EQUAL_DECODE = [(12, 1), (12, 1), (12, 1)]
 PROMPTS = [(0, 7), (0, 7), (0, 16), (0, 33), (0, 2), (0, 1)]
@@ -67,7 +67,12 @@ CASES = {
     "mixed": MIXED,
     "first": DECODES_FIRST,
 }
-BLOCK_SIZES = {"triton": [16, 48, 64], "flash_attn": [16, 64, 256], "torch_sdpa": [1, 4, 16, 64]}
+BLOCK_SIZES = {
+    "triton": [16, 48, 64],
+    "flash_attn": [16, 64, 256],
+    "torch_sdpa": [1, 4, 16, 64],
+    "cpu_attn": [1, 4, 48],
+}
 BOTH = [False, True]
 
 
@@ -92,6 +97,7 @@ HEADS = [(1, 1), (4, 4), (4, 1), (9, 3)]
             "triton": [(*heads, window) for heads in [*HEADS, (14, 2), (7, 1), (8, 1)] for window in (None, 7, 20)],
             "flash_attn": [(*heads, None) for heads in HEADS],
             "torch_sdpa": [(*heads, window) for heads in HEADS for window in (None, 7)],
+            "cpu_attn": [(*heads, window) for heads in [*HEADS, (14, 2), (71, 1)] for window in (None, 7)],
         },
         [(4, 1, 20)],
     ),
@@ -139,6 +145,7 @@ WINDOWS = {
     "triton": [(16, 1), (16, 15), (16, 16), (16, 17), (16, 33), (48, 20), (64, 70)],
     "flash_attn": [],
     "torch_sdpa": [(1, 5), (4, 1), (4, 3), (4, 4), (4, 5), (4, 18), (16, 9), (16, 33)],
+    "cpu_attn": [(1, 5), (4, 4), (16, 33)],
 }
 
 
@@ -193,6 +200,7 @@ CHUNKINGS = [[1] * 40, [4] * 10, [5, 3, 8, 1, 1, 7, 15], [13, 1, 26], [40]]
             "triton": product([1, 4, 9, 16, 21], CHUNKINGS),
             "flash_attn": [],
             "torch_sdpa": product([1, 4, 6, 9], CHUNKINGS),
+            "cpu_attn": product([1, 9], CHUNKINGS),
         },
         [(9, [13, 1, 26])],
     ),
@@ -225,7 +233,10 @@ HALF_NEIGHBOURS = [(spec_of(16, 4, "float16"), spec_of(32, 2, "float16"))]
 
 @pytest.mark.parametrize(
     ("name", "one", "other"),
-    matrix({"triton": NEIGHBOURS_OF_16, "flash_attn": HALF_NEIGHBOURS, "torch_sdpa": NEIGHBOURS}, NEIGHBOURS_OF_16[:1]),
+    matrix(
+        {"triton": NEIGHBOURS_OF_16, "flash_attn": HALF_NEIGHBOURS, "torch_sdpa": NEIGHBOURS, "cpu_attn": NEIGHBOURS},
+        NEIGHBOURS_OF_16[:1],
+    ),
 )
 def test_shapes_that_share_memory_leave_each_others_blocks_alone(
     name: str, one: KVCacheSpec, other: KVCacheSpec
@@ -286,7 +297,7 @@ def test_flash_attn_is_refused_where_it_cannot_be_imported() -> None:
 
 def test_auto_takes_a_backend_that_does_not_refuse() -> None:
     spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="float32")
-    assert choose_backend("auto", spec, [layer_of(4)], CPU).name == "torch_sdpa"
+    assert choose_backend("auto", spec, [layer_of(4)], CPU).name == OF_A_CPU
 
 
 def test_every_refusal_is_reported() -> None:

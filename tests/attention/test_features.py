@@ -41,7 +41,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "narrow values in a window": ({"head_size": 24, "v_head_size": 16, "window": 20}, {}),
     "all of them": ({"head_size": 24, "v_head_size": 16, "chunk": 21}, {"softcap": 2.0, "sinks": True}),
 }
-DTYPE = {"triton": "float32", "torch_sdpa": "float32", "flash_attn": "float16"}
+DTYPE = {"triton": "float32", "torch_sdpa": "float32", "cpu_attn": "float32", "flash_attn": "float16"}
 STEPS = list(CASES)
 
 
@@ -83,8 +83,12 @@ def test_features_of_half_formats(name: str, feature: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("name", "chunk", "chunks"),
     matrix(
-        {name: product(sizes, CHUNKINGS) for name, sizes in {"triton": [4, 16, 21], "torch_sdpa": [1, 4, 6, 9]}.items()}
-        | {"flash_attn": []},
+        {
+            "triton": product([4, 16, 21], CHUNKINGS),
+            "flash_attn": [],
+            "torch_sdpa": product([1, 4, 6, 9], CHUNKINGS),
+            "cpu_attn": product([1, 9], CHUNKINGS),
+        },
         [(9, [13, 1, 26])],
     ),
 )
@@ -104,7 +108,8 @@ SHARING = [
 
 
 @pytest.mark.parametrize(
-    ("name", "one", "other"), matrix({"triton": SHARING, "flash_attn": [], "torch_sdpa": SHARING}, SHARING[:1])
+    ("name", "one", "other"),
+    matrix({"triton": SHARING, "flash_attn": [], "torch_sdpa": SHARING, "cpu_attn": SHARING}, SHARING[:1]),
 )
 def test_layers_with_values_of_another_width_share_memory(name: str, one: KVCacheSpec, other: KVCacheSpec) -> None:
     """The even blocks are the one's, the odd ones the other's."""

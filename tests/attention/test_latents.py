@@ -9,6 +9,7 @@ import interpreted_triton  # noqa: F401, before the kernels
 import numpy as np
 import pytest
 import torch
+from attention_bench import OF_A_CPU
 
 from ringcore.attention.backend import LatentBackend
 from ringcore.attention.backends import BACKENDS, choose_backend
@@ -230,7 +231,7 @@ PLAIN = AttentionSpec(4, 1.0)
 def test_the_choice_of_a_backend_is_by_the_cache():
     latents, heads = Shape().spec(16), FullAttentionSpec(16, 1, 16, "float32")
     assert choose_backend("auto", latents, [PLAIN], CPU).name == "torch_mla"
-    assert choose_backend("auto", heads, [PLAIN], CPU).name == "torch_sdpa"
+    assert choose_backend("auto", heads, [PLAIN], CPU).name == OF_A_CPU
     with pytest.raises(ConfigError, match="torch_sdpa: it attends over keys and values of heads, not over latents"):
         choose_backend("torch_sdpa", latents, [PLAIN], CPU)
     with pytest.raises(ConfigError, match="torch_mla: it attends over latents, not over keys and values of heads"):

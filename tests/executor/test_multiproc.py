@@ -239,9 +239,9 @@ def test_threads_and_network_of_a_worker(monkeypatch):
     [
         ({}, 1, 1, {"OMP_NUM_THREADS": "1"}),
         ({}, 2, 4, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}),
-        ({}, 8, 1, {"OMP_NUM_THREADS": "8", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}),
+        ({}, 8, 1, {"OMP_NUM_THREADS": "8", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}),
         ({"OMP_NUM_THREADS": "1"}, 8, 1, {}),
-        ({"OMP_NUM_THREADS": "3"}, 1, 1, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}),
+        ({"OMP_NUM_THREADS": "3"}, 1, 1, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, 8, 1, {"OMP_NUM_THREADS": "8"}),
         (
             {"GOMP_SPINCOUNT": "1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_NVLS_ENABLE": "1"},

@@ -19,7 +19,7 @@ from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm, bind_rms_norm
-from ringcore.model_executor.layers.rotary import ComplexRotation, KernelRotation
+from ringcore.model_executor.layers.rotary import ComplexRotation, CpuRotation, KernelRotation
 from ringcore.model_executor.linear_schemes.dense import PlainProduct
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import Residual
@@ -159,7 +159,18 @@ def test_every_layer_binds_them(folder_of, device):
         assert isinstance(linear._product, KernelProduct)
 
 
-def test_on_a_cpu_no_layer_does(folder_of):
+def test_on_a_cpu_layers_have_kernels_in_c(folder_of):
+    kernels = ops.cpu_kernels(CPU)
+    if kernels is None:
+        pytest.skip("no C compiler")
+    model = load(folder_of("Qwen3"))
+    assert isinstance(model.rotaries[0](torch.zeros(1, dtype=torch.int64)), CpuRotation)
+    assert model.layers[0].mlp._gate.activate_and_multiply == kernels.silu_and_mul
+    assert ops.cpu_kernels(torch.device("cuda", 1)) is None
+
+
+def test_on_a_cpu_without_a_compiler_no_layer_has_kernels(folder_of, monkeypatch):
+    monkeypatch.setattr(ops, "row_kernels", lambda: None)
     model = load(folder_of("Qwen3"))
     assert isinstance(model.rotaries[0](torch.zeros(1, dtype=torch.int64)), ComplexRotation)
     assert model.layers[0].mlp._gate.activate_and_multiply is ops.silu_and_mul

@@ -10,6 +10,7 @@ from ringcore.attention.backends import BACKENDS
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.worker import worker as worker_module
+from ringcore.worker.platforms.cpu import CpuPlatform
 
 __all__ = ["rows_on_device"]
 
@@ -33,10 +34,13 @@ class PlansOnDevice(TorchSdpaBackend):
         )
 
 
-def rows_on_device(monkeypatch: pytest.MonkeyPatch, *, plans_on_device: bool) -> None:
-    """Workers that are made from now on have the GPU's runner."""
+def rows_on_device(
+    monkeypatch: pytest.MonkeyPatch, *, plans_on_device: bool, backend: type[TorchSdpaBackend] = PlansOnDevice
+) -> None:
+    """Workers that are made from now on have the GPU's runner, and with plans on the device this backend."""
     from ringcore.worker.runner.device_launcher import DeviceLauncher
 
     monkeypatch.setattr(worker_module, "_launcher_class", lambda platform: DeviceLauncher)
     if plans_on_device:
-        monkeypatch.setitem(BACKENDS, TorchSdpaBackend.name, PlansOnDevice)
+        for name in CpuPlatform.attention_backends[:2]:  # of heads
+            monkeypatch.setitem(BACKENDS, name, backend)

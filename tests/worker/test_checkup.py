@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ringcore.attention.backends.cpu_attn import CpuAttnBackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.protocol.finding import DEVICE_CHECKS, CheckDone, Finding
 from ringcore.worker import checkup
@@ -69,14 +70,15 @@ def test_every_check_says_that_it_is_done(lines, monkeypatch):
 def test_the_backends_that_refuse_say_why(lines, monkeypatch):
     checkup.main(["attention backends"])
     by_name = {line.found.partition(":")[0]: line for line in lines[:-1]}
-    assert by_name["torch_sdpa"].found == "torch_sdpa: usable; auto takes it"
+    assert by_name["torch_sdpa"].found.startswith("torch_sdpa: usable")
     assert by_name["torch_mla"].found == "torch_mla: usable; auto takes it"
     assert "it runs on a CUDA device, not on cpu" in by_name["triton"].found
-    monkeypatch.setattr(TorchSdpaBackend, "refusal", classmethod(lambda *args: "the package x is not installed"))
+    for backend in (CpuAttnBackend, TorchSdpaBackend):
+        monkeypatch.setattr(backend, "refusal", classmethod(lambda *args: "the package x is not installed"))
     lines.clear()
     checkup.main(["attention backends"])
-    assert [line.level for line in lines[:-1]] == ["error"] * 3 + ["ok"] * 2
-    assert lines[2].mend == "pip install torch_sdpa"
+    assert [line.level for line in lines[:-1]] == ["error"] * 4 + ["ok"] * 2
+    assert lines[3].mend == "pip install torch_sdpa"
 
 
 def test_a_wrong_product_is_an_error(lines, monkeypatch):

@@ -230,7 +230,8 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog, 
 def test_libraries_are_set_up_for_the_longest_prompts(tiny_llama, monkeypatch):
     told = []
     monkeypatch.setattr(TorchSdpaBackend, "warm_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
-    config = config_of(tiny_llama[0], max_model_len=100, max_num_batched_tokens=77)
+    of_torch = {"attention_backend": TorchSdpaBackend.name}
+    config = config_of(tiny_llama[0], max_model_len=100, max_num_batched_tokens=77, **of_torch)
     set_up_libraries(FewLayers.of(config, SingleRank(), "float32"), CpuPlatform())
     assert told == [(config.model.spec.num_heads, 77, 100, CpuPlatform().device)]
 
@@ -244,6 +245,7 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
     monkeypatch.setattr(TorchSdpaBackend, "warm_up", fail)
     monkeypatch.setattr(kernel_warm_up, "intercept_steps", lambda *arguments: [])
     monkeypatch.setattr(kernel_warm_up, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
-    assert KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank(), "float32", 0).finish() > 0
+    config = config_of(tiny_llama[0], attention_backend=TorchSdpaBackend.name)
+    assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32", 0).finish() > 0
     assert compiled == [[]]
     assert "in the library" in caplog.text

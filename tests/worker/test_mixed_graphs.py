@@ -14,7 +14,6 @@ from device_runner import PlansOnDevice, rows_on_device
 from fake_graphs import captured
 from step_driver import admit, decode, make_config, plan, run, sampled
 
-from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.worker.worker import Worker
 
@@ -72,8 +71,7 @@ class PlansMixed(PlansOnDevice):
 @pytest.fixture
 def worker(tiny_mixed: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     """Mixed steps of up to 8 tokens are graphs of 2, 4 and 8; one is not there before a step needs it."""
-    rows_on_device(monkeypatch, plans_on_device=True)
-    monkeypatch.setitem(BACKENDS, PlansOnDevice.name, PlansMixed)
+    rows_on_device(monkeypatch, plans_on_device=True, backend=PlansMixed)
     from ringcore.worker.runner import graph_capture
     from ringcore.worker.runner.mixed_graphs import MixedGraphs
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ringcore.attention.backend import PagedBackend
+from ringcore.attention.backends.cpu_attn import CpuAttnBackend
 from ringcore.attention.backends.flash_attn import FlashAttnBackend
 from ringcore.attention.backends.torch_mla import TorchMLABackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
@@ -23,6 +24,7 @@ BACKENDS: dict[str, type[PagedBackend]] = {
     TritonBackend.name: TritonBackend,
     FlashAttnBackend.name: FlashAttnBackend,
     TritonMLABackend.name: TritonMLABackend,
+    CpuAttnBackend.name: CpuAttnBackend,
     TorchSdpaBackend.name: TorchSdpaBackend,
     TorchMLABackend.name: TorchMLABackend,
 }

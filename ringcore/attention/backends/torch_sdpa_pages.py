@@ -34,10 +34,10 @@ class PageLayout:
         assert all(other.dtype == spec.dtype and self.can_share(spec, other) for other in sharing_specs)
         self._spec = spec
         self._num_sections = math.gcd(spec.num_kv_heads, *(other.num_kv_heads for other in sharing_specs))
-        self._heads_per_section = spec.num_kv_heads // self._num_sections
+        self.heads_per_section = spec.num_kv_heads // self._num_sections
         self._sizes = tuple(size + spec.is_fp8 for size in (spec.head_size, spec.value_size))  # as they are stored
         # Whether consecutive blocks of a head are contiguous, so that they can be read in place.
-        self.has_contiguous_blocks = self._heads_per_section == 1
+        self.has_contiguous_blocks = self.heads_per_section == 1
 
     @staticmethod
     def can_share(spec: HeadsSpec, other: KVCacheSpec) -> bool:
@@ -51,7 +51,7 @@ class PageLayout:
         spec = self._spec
         if spec.v_head_size is not None:
             return (num_blocks * spec.num_kv_heads * spec.block_size * sum(self._sizes),)
-        return (2, self._num_sections, num_blocks, self._heads_per_section, spec.block_size, self._sizes[0])
+        return (2, self._num_sections, num_blocks, self.heads_per_section, spec.block_size, self._sizes[0])
 
     def parts(self, kv_cache: torch.Tensor) -> Parts:
         """See the class."""
@@ -61,8 +61,12 @@ class PageLayout:
         tokens = spec.num_kv_heads * spec.block_size  # of a block, over all heads
         num_blocks = len(kv_cache) // (tokens * sum(self._sizes))
         kinds = torch.split_with_sizes(kv_cache, [num_blocks * tokens * n for n in self._sizes])
-        shape = (1, self._num_sections, num_blocks, self._heads_per_section, spec.block_size, -1)
+        shape = (1, self._num_sections, num_blocks, self.heads_per_section, spec.block_size, -1)
         return tuple(kind.view(shape) for kind in kinds)
+
+    def keys_and_values(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The keys and the values: [num_sections, num_blocks, heads_per_section, block_size, numbers] each."""
+        return _keys_and_values(self.parts(kv_cache))
 
     def write(self, parts: Parts, slots: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
         """new: keys and values, [num_tokens, num_kv_heads, head_size] each, for slots [num_tokens] int64."""
@@ -73,7 +77,7 @@ class PageLayout:
             return
         blocks, offsets = slots // self._spec.block_size, slots % self._spec.block_size
         for kind, tokens in zip(_keys_and_values(parts), new, strict=True):
-            by_section = tokens.reshape(-1, self._num_sections, self._heads_per_section, tokens.shape[2])
+            by_section = tokens.reshape(-1, self._num_sections, self.heads_per_section, tokens.shape[2])
             kind[:, blocks, :, offsets] = by_section
 
 

@@ -33,7 +33,8 @@ def bind_activation(activation: Activation, device: torch.device) -> BoundGate:
         from ringcore.kernels import activation as kernels
 
         return BoundGate(activation, kernels.silu_and_mul if activation == "silu" else kernels.gelu_tanh_and_mul)
-    return BoundGate(activation, ops.silu_and_mul if activation == "silu" else ops.gelu_tanh_and_mul)
+    of_device = ops.cpu_kernels(device) or ops
+    return BoundGate(activation, of_device.silu_and_mul if activation == "silu" else of_device.gelu_tanh_and_mul)
 
 
 def pointwise(activation: Pointwise) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -87,6 +87,9 @@ class RMSNorm(WeightedLayer):
             from ringcore.kernels.rms_norm import rms_norm
 
             self._normalise = functools.partial(rms_norm, weight=self.gain, eps=self.eps, dtype=weight.dtype)
+        elif (kernels := ops.cpu_kernels(weight.device)) is not None:
+            gain, eps, dtype = derived.make(lambda: self.gain.float()), self.eps, weight.dtype
+            self._normalise = lambda x: kernels.rms_norm(x.float(), gain, eps, dtype)
         elif weight.dtype == torch.float32:
             self._normalise = bind_rms_norm(weight, self.eps, plus_one=self._plus_one, derived=derived)
         else:
@@ -165,6 +168,7 @@ class HeadNorm(WeightedLayer):
         self._derived = Derived()
         self._normalise: Callable[[torch.Tensor], torch.Tensor]
         self.gain: torch.Tensor  # [2, head_dim]: what q's and k's heads are multiplied by
+        self.float_gain: torch.Tensor  # the same in float32
 
     def weights(self) -> Sequence[Weight]:
         return self._weights
@@ -176,6 +180,7 @@ class HeadNorm(WeightedLayer):
         weight = derived.make(lambda: torch.cat(by_head))
         self._normalise = bind_rms_norm(weight, self.eps, plus_one=self._plus_one, derived=derived)
         self.gain = derived.make(lambda: 1 + torch.stack(rows).float() if self._plus_one else torch.stack(rows))
+        self.float_gain = derived.make(lambda: self.gain.float())
 
     def refresh(self) -> None:
         self._derived.refresh()

@@ -17,11 +17,13 @@ import torch
 
 from ringcore.attention.layer import KVWriteTarget
 from ringcore.checkpoint import RopeSpec
+from ringcore.kernels.native.row_kernels import RowKernels
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 
 __all__ = [
     "ComplexRotation",
+    "CpuRotation",
     "KernelRotation",
     "RotaryEmbedding",
     "RotaryTable",
@@ -107,6 +109,27 @@ class ComplexRotation:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuRotation(ComplexRotation):
+    """By one call of a C kernel, in place: QK norm and rotation."""
+
+    kernels: RowKernels
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_norm: HeadNorm | None,
+        kv_target: KVWriteTarget | None = None,
+    ) -> Heads:
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+        norm = () if head_norm is None else (head_norm.float_gain, head_norm.eps)
+        self.kernels.rotate(heads, self.angles, num_heads, num_kv_heads, *norm)
+        q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
+        return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
 class KernelRotation:
     """By one fused kernel, in place: QK norm, rotation and KV cache write."""
 
@@ -163,7 +186,12 @@ class RotaryTable:
             self._at = lambda positions: KernelRotation(cos_sin.index_select(0, positions))
         else:
             by_head = table.unsqueeze(1).to(device)
-            self._at = lambda positions: ComplexRotation(by_head.index_select(0, positions))
+            kernels = ops.cpu_kernels(device)
+            self._at = lambda positions: (
+                ComplexRotation(by_head.index_select(0, positions))
+                if kernels is None
+                else CpuRotation(by_head.index_select(0, positions), kernels)
+            )
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """positions: [n] int64, below the table's length."""

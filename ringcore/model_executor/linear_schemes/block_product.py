@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ringcore.attention.context import TokenContext
+from ringcore.model_executor.linear_schemes.block_kernels import LANES, KernelMatrix
 from ringcore.model_executor.linear_schemes.product import Gate, Product
-from ringcore.model_executor.native.block_kernels import LANES, KernelMatrix
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Derived
 

@@ -10,6 +10,7 @@ import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import GgufFormat
+from ringcore.model_executor.linear_schemes.block_kernels import BlocksArrangement, KernelMatrix, block_kernels
 from ringcore.model_executor.linear_schemes.block_product import BlockProduct
 from ringcore.model_executor.linear_schemes.dense import Dense, dense_product
 from ringcore.model_executor.linear_schemes.expanding_product import ExpandingProduct
@@ -17,7 +18,6 @@ from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix, round
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
-from ringcore.model_executor.native.block_kernels import BlocksArrangement, KernelMatrix, block_kernels
 from ringcore.model_executor.weight import Derived, Weight
 
 __all__ = ["GgufScheme", "RowsOfBlocks", "rows_of_blocks"]

@@ -30,7 +30,7 @@ class CpuPlatform(Platform):
     enable_sleep_mode, memory is allocated from arenas."""
 
     device = torch.device("cpu")
-    attention_backends: ClassVar[Sequence[str]] = ("torch_sdpa", "torch_mla")
+    attention_backends: ClassVar[Sequence[str]] = ("cpu_attn", "torch_sdpa", "torch_mla")
     # Of the memory available after the weights are loaded. A quarter is left for the rest of the host: other programs
     # grow, this engine's other processes need some, and the page cache counts as available, though without it every
     # file is read from disk again.

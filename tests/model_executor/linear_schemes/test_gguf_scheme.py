@@ -22,10 +22,10 @@ from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import ConfigError, InvalidRequestError
 from ringcore.families import FAMILIES
 from ringcore.host.resources import Host
+from ringcore.model_executor.linear_schemes.block_kernels import BlocksArrangement, KernelMatrix, block_kernels
 from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix, round_by_block
 from ringcore.model_executor.loader import load_weights, pending_weights
 from ringcore.model_executor.models import build_model
-from ringcore.model_executor.native.block_kernels import BlocksArrangement, KernelMatrix, block_kernels
 from ringcore.model_executor.tensor_source import open_source
 from ringcore.model_executor.weight_update import WeightUpdate
 

@@ -118,6 +118,78 @@ INLINE f32x16 halves_of(const uint8_t *from) {
 #endif
 }
 
+// 16 numbers as float16, rounded to the nearest even.
+INLINE void halves_from(f32x16 x, uint8_t *to) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    union { f32x16 all; __m256 half[2]; } in = {x};
+    for (int i = 0; i < 2; i++) _mm_storeu_si128((__m128i *)to + i, _mm256_cvtps_ph(in.half[i], 0));
+#else
+    for (int i = 0; i < 16; i++) {
+        float value = x[i];
+        uint32_t word;
+        memcpy(&word, &value, 4);
+        uint32_t sign = word >> 16 & 0x8000, rest = word & 0x7fffffff;
+        uint16_t bits;
+        if (rest > 0x7f800000) bits = sign | 0x7e00;
+        else if (rest >= 0x477ff000) bits = sign | 0x7c00;  // 65520 and more
+        else if (rest < 0x38800000) {                       // below 2^-14: a multiple of 2^-24
+            float least = value < 0 ? -value : value;
+            least = least + 0.5f;  // its last bit is 2^-24
+            memcpy(&word, &least, 4);
+            bits = sign | (word - 0x3f000000);
+        } else bits = sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
+        memcpy(to + 2 * i, &bits, 2);
+    }
+#endif
+}
+
+// 16 numbers of a kind, as float32.
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+INLINE int64_t bytes_of_number(int32_t kind) { return kind == FLOAT32 ? 4 : 2; }
+
+INLINE f32x16 load16(const uint8_t *from, int32_t kind) {
+    if (kind == FLOAT32) return floats_of((const float *)from);
+    if (kind == FLOAT16) return halves_of(from);
+    uint16_t bits __attribute__((vector_size(32)));
+    memcpy(&bits, from, 32);
+    return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
+}
+
+// Of fewer than 16 the rest is 0.
+INLINE f32x16 load_up_to(const uint8_t *from, int64_t n, int32_t kind) {
+    if (n >= 16) return load16(from, kind);
+    uint8_t numbers[64] = {0};
+    memcpy(numbers, from, n * bytes_of_number(kind));
+    return load16(numbers, kind);
+}
+
+INLINE void store16(uint8_t *to, f32x16 x, int32_t kind) {
+    if (kind == FLOAT32) {
+        memcpy(to, &x, 64);
+    } else if (kind == BFLOAT16) {
+        u32x16 bits = (u32x16)x, is_nan = (u32x16)(x != x);
+        u32x16 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        rounded = (rounded & ~is_nan) | (0x7fc0 & is_nan);
+        uint16_t words __attribute__((vector_size(32))) = __builtin_convertvector(rounded, typeof(words));
+        memcpy(to, &words, 32);
+    } else {
+        halves_from(x, to);
+    }
+}
+
+INLINE void store_up_to(uint8_t *to, f32x16 x, int64_t n, int32_t kind) {
+    if (n >= 16) {
+        store16(to, x, kind);
+        return;
+    }
+    uint8_t numbers[64];
+    store16(numbers, x, kind);
+    memcpy(to, numbers, n * bytes_of_number(kind));
+}
+
 // sums + the four products of unsigned bytes of a and signed bytes of b, of each word.
 INLINE i32x16 dot_bytes(i32x16 sums, u32x16 a, int32_t b) {
 #if defined(__AVX512VNNI__)
@@ -140,9 +212,14 @@ INLINE i32x16 dot_bytes(i32x16 sums, u32x16 a, int32_t b) {
 #endif
 }
 
+INLINE f32x16 select16(i32x16 where, f32x16 a, f32x16 b) {
+    return (f32x16)(((i32x16)a & where) | ((i32x16)b & ~where));
+}
+
 // e^x to 2e-7 of itself: of 2^n e^r with r within ln(2) / 2 of 0, r by a polynomial.
 INLINE f32x16 exp16(f32x16 x) {
-    for (int i = 0; i < 16; i++) x[i] = x[i] < -87.0f ? -87.0f : x[i] > 88.0f ? 88.0f : x[i];
+    x = select16(x < splat(-87.0f), splat(-87.0f), x);
+    x = select16(x > splat(88.0f), splat(88.0f), x);
     f32x16 rounder = splat(12582912.0f), n = fma16(x, splat(1.44269504f), rounder) - rounder;
     f32x16 r = fma16(n, splat(-0.693359375f), x);
     r = fma16(n, splat(2.12194440e-4f), r);

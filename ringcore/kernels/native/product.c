@@ -1,9 +1,9 @@
 // x W^T + b by weights in the blocks of a GGUF file, with the norm before it and the gate or the sum after it.
 
 #include <math.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 
+#include "threads.h"
 #include "tiles.h"
 
 enum { STORE, ADD, SILU };  // what becomes of the products
@@ -200,13 +200,6 @@ static void multiply_runs(void *data) {  // and then
     for (long run; (run = atomic_fetch_add(&call->next_run, 1)) < num_runs;) one_run(call, LANES * run, sums, scratch);
     free(sums);
     free(scratch);
-}
-
-typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel
-
-static void run_threads(void (*work)(void *), Call *call, Parallel parallel, int32_t num_threads) {
-    if (parallel && num_threads > 1) parallel(work, call, (unsigned)num_threads, 0);
-    else work(call);
 }
 
 // Waking a thread that sleeps takes about as long as one thread needs for this many (outputs x inputs) x (rows + 3).

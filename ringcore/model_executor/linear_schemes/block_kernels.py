@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 
 from ringcore.checkpoint.quantization import GgufFormat
-from ringcore.model_executor.native.compiled import NoLibrary, load_compiled
+from ringcore.kernels.native.compiled import NoLibrary, load_compiled
+from ringcore.kernels.native.threads import num_threads, parallel
 from ringcore.model_executor.weight import Arrangement
 
 __all__ = ["BlockKernels", "BlocksArrangement", "KernelMatrix", "block_kernels"]
@@ -36,7 +37,7 @@ class _Matrix(ctypes.Structure):
 
 
 class BlockKernels:
-    """The loaded library. Its threads are those of torch's own operations where torch was built with OpenMP."""
+    """The loaded library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.product = library.blocks_product
@@ -48,10 +49,7 @@ class BlockKernels:
         self.arrange.argtypes = (_int32, _pointer, _int64, _int64, _int32)
         self.rows = library.blocks_rows
         self.rows.argtypes = (_pointer, _pointer, _int64, _pointer)
-        try:
-            self.parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, _pointer)
-        except AttributeError:  # another OpenMP, or none: one thread
-            self.parallel = _pointer()
+        self.parallel = parallel()
 
 
 @functools.cache
@@ -138,7 +136,7 @@ class KernelMatrix:
                 y.stride(0),
                 _EPILOGUES[epilogue],
                 kernels.parallel,
-                torch.get_num_threads(),
+                num_threads(),
             )
         )
         return y

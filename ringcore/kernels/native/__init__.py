@@ -1,0 +1,1 @@
+"""Kernels of a CPU in C, compiled by the system's compiler when a worker first needs them."""

@@ -1,0 +1,164 @@
+"""The C function of `attention.c`: writes a step's keys and values, and attends over pages."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ringcore.kernels.native.compiled import NoLibrary, load_compiled
+from ringcore.kernels.native.threads import KINDS, num_threads, parallel
+
+__all__ = ["AttentionKernel", "AttentionStep", "PageShape", "attention_kernel", "split_items"]
+
+_log = logging.getLogger(__name__)
+_pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+_SPAN, _MOST_ROWS = 256, 64  # as in C
+_SPLIT_SPANS = 4  # of an item: a row with more spans is split (split-KV)
+
+
+class PageShape(NamedTuple):
+    """What a layer's cache looks like: keys, then values, each [sections, num_blocks, heads of a section, block_size,
+    numbers]. window, chunk: which tokens a token sees; 0: all before it."""
+
+    block_size: int
+    head_size: int
+    value_size: int
+    num_heads: int
+    num_kv_heads: int
+    heads_per_section: int
+    window: int
+    chunk: int
+    dtype: torch.dtype
+
+    def first_seen(self, positions: np.ndarray) -> np.ndarray:
+        """The first token that the token at each of these positions sees."""
+        if self.window:
+            return np.maximum(positions - self.window + 1, 0)
+        return positions - positions % self.chunk if self.chunk else np.zeros_like(positions)
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = (
+        *((name, _int64) for name in ("block_size", "head_size", "value_size", "num_heads", "num_kv_heads")),
+        *((name, _int64) for name in ("heads_per_section", "num_blocks", "window", "chunk")),
+        ("kind", _int32),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, _pointer) for name in ("layout", "starts", "lens", "table")),
+        *(("num_seqs", _int64), ("table_stride", _int64), ("items", _pointer), ("num_items", _int64)),
+        *(("num_partials", _int64), ("slots", _pointer), ("num_tokens", _int64), ("num_operations", _int64)),
+    )
+
+
+class AttentionStep:
+    """The sequences of a step, as `attention.c` reads them: for all layers of one shape."""
+
+    def __init__(
+        self, shape: PageShape, starts: np.ndarray, lens: np.ndarray, table: np.ndarray, slots: torch.Tensor
+    ) -> None:
+        """starts: [num_seqs + 1] int32, lens: [num_seqs] int32, table: [num_seqs, blocks] int32, slots: [num_tokens]
+        int64."""
+        items, num_partials, num_operations = split_items(shape, starts, lens)
+        starts, lens, table = (np.ascontiguousarray(each, np.int32) for each in (starts, lens, table))
+        self._arrays = starts, lens, table, items, slots  # which the structure points to
+        self.layout = _Layout(*shape[:6], 0, shape.window, shape.chunk, KINDS[shape.dtype])
+        self._step = _Step(
+            ctypes.addressof(self.layout),
+            *(array.ctypes.data for array in (starts, lens, table)),
+            *(len(lens), table.strides[0] // 4),
+            *(items.ctypes.data, len(items), num_partials),
+            *(slots.data_ptr(), len(slots), num_operations),
+        )
+        self.address = ctypes.addressof(self._step)
+
+
+def split_items(shape: PageShape, starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """The work items of a step: [n, 6] int32, see `Item` in C; how many rows of a head are split; how many
+    multiplications there are.
+
+    An item has the rows of up to `_MOST_ROWS` / group tokens, the longest first, as threads take them in order.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    most = max(1, _MOST_ROWS // group)
+    query_lens = np.diff(starts).astype(np.int64)
+    counts = -(-query_lens // most)
+    seqs = np.arange(len(lens)).repeat(counts)
+    tokens = (np.arange(len(seqs)) - (counts.cumsum() - counts)[seqs]) * most
+    num_tokens = np.minimum(query_lens[seqs] - tokens, most)
+    positions = lens[seqs] - query_lens[seqs] + tokens
+    first_spans, end_spans = shape.first_seen(positions) // _SPAN, -(-(positions + num_tokens) // _SPAN)
+    num_operations = ((end_spans - first_spans) * num_tokens).sum() * _SPAN * shape.num_heads
+    order = np.argsort((first_spans - end_spans) * num_tokens, kind="stable")
+    rows = np.stack((seqs, tokens, num_tokens, first_spans, end_spans, np.full_like(seqs, -1)), 1)[order]
+    num_partials = 0
+    if len(rows) and (spans := rows[:, 4] - rows[:, 3]).max() > _SPLIT_SPANS:
+        pieces = -(-spans // _SPLIT_SPANS)
+        of_item = np.arange(len(rows)).repeat(pieces)
+        piece = np.arange(len(of_item)) - (pieces.cumsum() - pieces)[of_item]
+        rows = rows[of_item]
+        rows[:, 3] += piece * _SPLIT_SPANS
+        rows[:, 4] = np.minimum(rows[:, 4], rows[:, 3] + _SPLIT_SPANS)
+        num_rows = np.where(pieces[of_item] > 1, rows[:, 2] * group, 0)
+        rows[:, 5] = np.where(num_rows, num_rows.cumsum() - num_rows, -1)
+        num_partials = int(num_rows.sum())
+    return (
+        np.ascontiguousarray(rows, np.int32),
+        num_partials,
+        int(num_operations) * (shape.head_size + shape.value_size),
+    )
+
+
+class AttentionKernel:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attention = library.attention
+        rows = _pointer, _int64
+        self._attention.argtypes = (
+            *(_pointer, *rows, *rows, *rows, _pointer, _pointer, _pointer),
+            *(_pointer, _float, _float, _pointer, _int32),
+        )
+        self._parallel = parallel()
+
+    def __call__(
+        self,
+        step: AttentionStep,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+    ) -> None:
+        """Writes key and value to the slots of the step, then attends.
+
+        query: [num_tokens, num_heads, head_size], key: [num_tokens, num_kv_heads, head_size], value: likewise, each of
+        any row stride, the heads of a row contiguous. pages: of keys and of values, see `PageShape`. out: [num_tokens,
+        num_heads, value_size], contiguous. sinks: [num_heads] float32.
+        """
+        step.layout.num_blocks = pages[0].shape[1]
+        new = (each for rows in (query, key, value) for each in (rows.data_ptr(), rows.stride(0)))
+        of_sinks = None if sinks is None else sinks.data_ptr()
+        places = (each.data_ptr() for each in (*pages, out))
+        if self._attention(step.address, *new, *places, of_sinks, scale, softcap, self._parallel, num_threads()):
+            raise MemoryError("no memory for the partial results of long sequences")
+
+
+@functools.cache
+def attention_kernel() -> AttentionKernel | None:
+    """None where it cannot be compiled, which is logged once."""
+    try:
+        return AttentionKernel(load_compiled("attention.c"))
+    except NoLibrary as reason:
+        _log.info("attention takes several operations of torch: %s", reason)
+        return None

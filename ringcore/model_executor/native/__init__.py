@@ -1,1 +1,0 @@
-"""Products on a CPU in C, compiled by the system's compiler when a worker first needs them."""
