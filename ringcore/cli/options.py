@@ -40,6 +40,12 @@ Progress = Annotated[bool | None, typer.Option(help="a progress bar on stderr; d
 # `--seed` is the engine's; a request's own seed is the only option with another flag name.
 _SAMPLING_NAMES = {"seed": "request_seed"}
 _NO_FLAGS = ("output_kind",)  # for streams alone
+_SHORT = {  # as vLLM has them
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "expert_parallel": "-ep",
+    "quantization": "-q",
+}
 # Headings of the help, by the part of `EngineConfig`.
 _HEADINGS = {
     "model": "Engine: the model",
@@ -131,7 +137,8 @@ def _parameter(
     reading = _reading(name, kind)
     if typing.get_origin(plain) is list and "repeat it" not in doc:
         doc = f"{doc}; repeat it for more"
-    flag_option = typer.Option(flags, help=doc, show_default=False, rich_help_panel=heading, **reading)
+    names = [flags, *([_SHORT[name]] if name in _SHORT else [])]
+    flag_option = typer.Option(*names, help=doc, show_default=False, rich_help_panel=heading, **reading)
     annotation = Annotated[plain if required else plain | None, flag_option]  # type: ignore[valid-type]
     return inspect.Parameter(
         name,

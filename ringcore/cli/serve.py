@@ -77,7 +77,7 @@ def serve(
         str, typer.Option(help="format of the model's reasoning: qwen3, deepseek_r1, harmony, none, auto")
     ] = "auto",
     data_parallel_size: Annotated[
-        int, typer.Option(min=1, help="engines behind the port, each on devices of its own")
+        int, typer.Option("--data-parallel-size", "-dp", min=1, help="engines behind the port, each on its own devices")
     ] = 1,
     routing: Annotated[
         str, typer.Option(help="which engine gets a request: prefix-affinity, least-loaded or round-robin")

@@ -103,6 +103,14 @@ def test_a_flag_of_vllms_is_explained(command, flag, says):
     assert says in str(caught.value)
 
 
+def test_short_flags_of_vllms():
+    flags = ["-tp", "2", "-pp=3", "-dp", "4", "-ep", "-q", "fp8"]
+    given = COMMANDS["serve"].make_context("serve", ["model", *flags]).params
+    wanted = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 4, "expert_parallel": True}
+    assert {name: given[name] for name in wanted} == wanted
+    assert given["quantization"] == "fp8"
+
+
 def test_other_errors_of_flags_stay(capsys):
     for wrong, says in (("--nothing", "No such option: --nothing"), ("--port=x", "Invalid value for '--port'")):
         with pytest.raises(Exception, match=r".") as caught:

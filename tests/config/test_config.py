@@ -11,6 +11,7 @@ from fake_engine import make_model_folder
 from ringcore import EngineConfig
 from ringcore.errors import ConfigError, ModelLoadError, UnknownOptionError
 from ringcore.executor.uniproc import UniProcExecutor
+from ringcore.params.vllm_values import ENGINE_VALUES
 from ringcore.protocol.codec import decoder, encoder
 
 
@@ -20,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def make(folder, **options):
-    return EngineConfig.from_options(model=folder, load_format="dummy", **options)
+    return EngineConfig.from_options(model=folder, **{"load_format": "dummy"} | options)
 
 
 def edited(folder, tmp_path, **changes):
@@ -192,3 +193,11 @@ def test_an_unknown_architecture_lists_the_known(folder, tmp_path):
 def test_a_missing_folder(tmp_path):
     with pytest.raises(ModelLoadError, match="nowhere"):
         EngineConfig.from_options(model=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("option", "values"), ENGINE_VALUES.items())
+def test_values_of_vllms_are_explained(option, values, folder):
+    for theirs, ours in values.items():
+        with pytest.raises(ConfigError, match=f"^{option}='{theirs}': vLLM's '{theirs}' is {ours} here$"):
+            make(folder, **{option: theirs})
+        make(folder, **({option: ours.strip("'")} if option != "load_format" else {}))

@@ -24,7 +24,7 @@ def test_they_are_read_unless_they_are_not_wanted(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(GIVEN))
     assert defaults_of(folder) == READ
     assert defaults_of(folder, generation_config="ringcore") == {}
-    with pytest.raises(ConfigError, match="generation_config='vllm': give one of auto, ringcore"):
+    with pytest.raises(ConfigError, match="generation_config='vllm': vLLM's 'vllm' is 'ringcore' here"):
         defaults_of(folder, generation_config="vllm")
 
 
