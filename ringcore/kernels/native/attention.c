@@ -50,11 +50,17 @@ typedef struct {
     atomic_long next;
 } Call;
 
-// The bytes of a page for `head`: from the start of the keys, or of the values, of `size` numbers a token.
-INLINE int64_t page_offset(const Layout *l, int64_t head, int64_t block, int64_t size) {
+// Pages of one head: of keys, or of values, of `size` numbers a token.
+typedef struct {
+    uint8_t *first;  // the page in block 0
+    int64_t page_bytes, token_bytes;
+} Pages;
+
+INLINE Pages pages_of(const Layout *l, uint8_t *all, int64_t head, int64_t size) {
     int64_t section = head / l->heads_per_section, within = head % l->heads_per_section;
-    int64_t page = (section * l->num_blocks + block) * l->heads_per_section + within;
-    return page * l->block_size * size * bytes_of_number(l->kind);
+    int64_t token = size * bytes_of_number(l->kind), page = token * l->block_size;
+    uint8_t *first = all + (section * l->num_blocks * l->heads_per_section + within) * page;
+    return (Pages){first, l->heads_per_section * page, token};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -76,15 +82,15 @@ static void write_numbers(uint8_t *to, const uint8_t *from, int64_t n, int32_t k
 static void write_tokens(const Call *call, int64_t first, int64_t end) {
     const Layout *l = call->step->layout;
     int64_t width = bytes_of_number(l->kind);
-    for (int64_t token = first; token < end; token++) {
-        int64_t slot = call->step->slots[token], block = slot / l->block_size, at = slot % l->block_size;
-        const uint8_t *key = call->key + token * call->key_stride * width;
-        const uint8_t *value = call->value + token * call->value_stride * width;
-        for (int64_t head = 0; head < l->num_kv_heads; head++) {
-            uint8_t *to = call->keys + page_offset(l, head, block, l->head_size) + at * l->head_size * width;
-            write_numbers(to, key + head * l->head_size * width, l->head_size, l->kind);
-            to = call->values + page_offset(l, head, block, l->value_size) + at * l->value_size * width;
-            write_numbers(to, value + head * l->value_size * width, l->value_size, l->kind);
+    for (int64_t head = 0; head < l->num_kv_heads; head++) {
+        Pages keys = pages_of(l, call->keys, head, l->head_size), values = pages_of(l, call->values, head, l->value_size);
+        const uint8_t *key = call->key + head * keys.token_bytes, *value = call->value + head * values.token_bytes;
+        for (int64_t token = first; token < end; token++) {
+            int64_t slot = call->step->slots[token], block = slot / l->block_size, at = slot % l->block_size;
+            uint8_t *to = keys.first + block * keys.page_bytes + at * keys.token_bytes;
+            write_numbers(to, key + token * call->key_stride * width, l->head_size, l->kind);
+            to = values.first + block * values.page_bytes + at * values.token_bytes;
+            write_numbers(to, value + token * call->value_stride * width, l->value_size, l->kind);
         }
     }
 }
@@ -126,15 +132,21 @@ INLINE void transpose16(f32x16 *v) {
     EXCHANGE(1)
 }
 
-// tile [head_size rounded up to 16][16]: the keys of up to 16 tokens, from `first` on; of others 0.
-INLINE void load_keys(const Call *call, const int32_t *blocks, int64_t head, int64_t first, int64_t n, float *tile,
+// tile [head_size rounded up to 16][16]: the keys of n tokens, from `first` on; after them those of the last. The keys
+// of the tile after it, up to token `end`, are prefetched: 16 rows at a time are no stream that the processor follows.
+INLINE void load_keys(const Layout *l, Pages keys, const int32_t *blocks, int64_t first, int64_t end, float *tile,
                       int32_t kind) {
-    const Layout *l = call->step->layout;
-    int64_t size = l->head_size, width = bytes_of_number(kind);
-    const uint8_t *from[TILE];
-    for (int i = 0; i < TILE; i++) {
-        int64_t token = first + (i < n ? i : n - 1), block = blocks[token / l->block_size];
-        from[i] = call->keys + page_offset(l, head, block, size) + token % l->block_size * size * width;
+    int64_t size = l->head_size, width = bytes_of_number(kind), block = first / l->block_size;
+    int64_t at = first - block * l->block_size, n = end - first;
+    const uint8_t *from[TILE], *page = keys.first + blocks[block] * keys.page_bytes;
+    for (int i = 0; i < 2 * TILE; i++) {
+        if (i < TILE) from[i] = page + at * keys.token_bytes;
+        else if (i < n)
+            for (int64_t b = 0; b < keys.token_bytes; b += 64) __builtin_prefetch(page + at * keys.token_bytes + b);
+        if (i + 1 < n && ++at == l->block_size) {
+            at = 0;
+            page = keys.first + blocks[++block] * keys.page_bytes;
+        }
     }
     for (int64_t d = 0; d < size; d += 16) {
         f32x16 v[16];
@@ -204,19 +216,18 @@ static void softmax(float *scores, int64_t first, int64_t end, float softcap, fl
 // Values
 
 // sums [n][stride], from column d on: + weights x values, of the tokens `first` to `end`, `weights` of the first.
-INLINE void add_values(const Call *call, const int32_t *blocks, int64_t head, int64_t first, int64_t end, int64_t d,
+INLINE void add_values(const Layout *l, Pages values, const int32_t *blocks, int64_t first, int64_t end, int64_t d,
                        const float *weights, float *sums, int64_t stride, int32_t kind, const int n, const int wide) {
-    const Layout *l = call->step->layout;
-    int64_t size = l->value_size, width = bytes_of_number(kind);
+    int64_t size = l->value_size, width = bytes_of_number(kind), block = first / l->block_size;
+    int64_t at = first - block * l->block_size;
     f32x16 all[VALUE_ROWS][4];
     UNROLLED for (int r = 0; r < n; r++)
         UNROLLED for (int i = 0; i < wide; i++) all[r][i] = floats_of(sums + r * stride + d + 16 * i);
-    while (first < end) {
-        int64_t at = first % l->block_size, count = l->block_size - at;
+    for (; first < end; at = 0) {
+        int64_t count = l->block_size - at;
         if (count > end - first) count = end - first;
-        const uint8_t *from = call->values + page_offset(l, head, blocks[first / l->block_size], size);
-        from += (at * size + d) * width;
-        for (int64_t t = 0; t < count; t++, from += size * width) {
+        const uint8_t *from = values.first + blocks[block++] * values.page_bytes + at * values.token_bytes + d * width;
+        for (int64_t t = 0; t < count; t++, from += values.token_bytes) {
             f32x16 value[4];
             UNROLLED for (int i = 0; i < wide; i++)
                 value[i] = wide == 4 ? load16(from + 16 * i * width, kind)
@@ -235,12 +246,11 @@ INLINE void add_values(const Call *call, const int32_t *blocks, int64_t head, in
 
 #define VALUES_OF(n)                                                                                                  \
     for (d = 0; d + VALUE_WIDTH <= l->value_size; d += VALUE_WIDTH)                                                   \
-        add_values(call, blocks, head, first, end, d, weights, sums, stride, kind, n, 4);                             \
-    for (; d < l->value_size; d += 16) add_values(call, blocks, head, first, end, d, weights, sums, stride, kind, n, 1);
+        add_values(l, values, blocks, first, end, d, weights, sums, stride, kind, n, 4);                              \
+    for (; d < l->value_size; d += 16) add_values(l, values, blocks, first, end, d, weights, sums, stride, kind, n, 1);
 
-INLINE void weigh_values(const Call *call, const int32_t *blocks, int64_t head, int64_t first, int64_t end,
+INLINE void weigh_values(const Layout *l, Pages values, const int32_t *blocks, int64_t first, int64_t end,
                          const float *weights, float *sums, int64_t stride, int64_t rows, int32_t kind) {
-    const Layout *l = call->step->layout;
     int64_t d;
     for (; rows >= VALUE_ROWS; rows -= VALUE_ROWS, weights += VALUE_ROWS * SPAN, sums += VALUE_ROWS * stride) {
         VALUES_OF(VALUE_ROWS)
@@ -313,6 +323,7 @@ INLINE void attend(const Call *call, const Item *item, int64_t head, const int32
     if (!queries) abort();  // a few hundred KiB
     float *tile = queries + (rows * size + 15) / 16 * 16, *scores = tile + 16 * padded;
     float *states = scores + rows * SPAN, *spans = states + rows * stride;
+    Pages keys = pages_of(l, call->keys, head, size), values = pages_of(l, call->values, head, l->value_size);
     const int32_t *blocks = step->table + item->seq * step->table_stride;
     int64_t token = step->starts[item->seq] + item->token;
     int64_t position = step->lens[item->seq] - (step->starts[item->seq + 1] - token);
@@ -330,7 +341,7 @@ INLINE void attend(const Call *call, const Item *item, int64_t head, const int32
         int64_t start = span * SPAN, low = lowest > start ? lowest - start : 0;
         int64_t high = highest - start < SPAN ? highest - start : SPAN;
         for (int64_t i = low / TILE * TILE; i < high; i += TILE) {
-            load_keys(call, blocks, head, start + i, high - i < TILE ? high - i : TILE, tile, kind);
+            load_keys(l, keys, blocks, start + i, start + high, tile, kind);
             score_tile(queries, size, tile, scores + i, rows);
         }
         memset(spans, 0, 4 * rows * stride);
@@ -348,7 +359,7 @@ INLINE void attend(const Call *call, const Item *item, int64_t head, const int32
             int64_t stop = (end + TILE - 1) / TILE * TILE;
             if (stop < high) memset(weights + stop, 0, 4 * (high - stop));
         }
-        weigh_values(call, blocks, head, start + low, start + high, scores + low, spans, stride, rows, kind);
+        weigh_values(l, values, blocks, start + low, start + high, scores + low, spans, stride, rows, kind);
         for (int64_t row = 0; row < rows; row++) merge(states + row * stride, spans + row * stride, stride);
     }
     if (item->partial >= 0) {

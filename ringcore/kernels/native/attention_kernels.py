@@ -147,10 +147,23 @@ class AttentionKernel:
         num_heads, value_size], contiguous. sinks: [num_heads] float32.
         """
         step.layout.num_blocks = pages[0].shape[1]
-        new = (each for rows in (query, key, value) for each in (rows.data_ptr(), rows.stride(0)))
-        of_sinks = None if sinks is None else sinks.data_ptr()
-        places = (each.data_ptr() for each in (*pages, out))
-        if self._attention(step.address, *new, *places, of_sinks, scale, softcap, self._parallel, num_threads()):
+        if self._attention(
+            step.address,
+            query.data_ptr(),
+            query.stride(0),
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            pages[0].data_ptr(),
+            pages[1].data_ptr(),
+            out.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            scale,
+            softcap,
+            self._parallel,
+            num_threads(),
+        ):
             raise MemoryError("no memory for the partial results of long sequences")
 
 
