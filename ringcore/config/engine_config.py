@@ -29,8 +29,10 @@ from ringcore.params.vllm_names import ENGINE_OPTIONS, known_options
 
 __all__ = ["EngineConfig"]
 
-# For None, on a GPU and on other devices.
-_DEFAULT_TOKEN_BUDGETS = 8192, 2048
+# For None, on a GPU and on other devices; at least a token for each request that may run. A CPU computes a token as fast
+# in a step of 512 as in longer ones, and takes half a second for them with a small model: so long may a prompt that
+# arrives, and those that decode, wait for another's chunk.
+_DEFAULT_TOKEN_BUDGETS = 8192, 512
 _DEFAULT_STEPS_IN_FLIGHT = 2, 1
 
 
@@ -98,7 +100,8 @@ class EngineConfig:
         given, place = self.scheduler, 0 if device == "cuda" else 1
         scheduler = replace(
             given,
-            max_num_batched_tokens=given.max_num_batched_tokens or _DEFAULT_TOKEN_BUDGETS[place],
+            max_num_batched_tokens=given.max_num_batched_tokens
+            or max(_DEFAULT_TOKEN_BUDGETS[place], given.max_num_seqs),
             steps_in_flight=given.steps_in_flight or _DEFAULT_STEPS_IN_FLIGHT[place],
         )
         return self if scheduler == given else replace(self, scheduler=scheduler)

@@ -122,7 +122,7 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int = _option(256, "requests that run at once")
     max_num_batched_tokens: int | None = _option(
-        None, "tokens computed in one step, prompts and completions together; None means 8192 on a GPU, 2048 on a CPU"
+        None, "tokens computed in one step, prompts and completions together; None means 8192 on a GPU, 512 on a CPU"
     )
     long_prefill_token_threshold: int | None = _option(None, "chunked prefill: the most tokens of a prompt in a step")
     scheduling_policy: str = _option("fcfs", f"one of {', '.join(SCHEDULING_POLICIES)}; a lower priority goes first")

@@ -139,7 +139,7 @@ def test_the_most_tokens_of_one_request_in_flight(folder, options, max_tokens_in
     assert make(folder, **options).scheduler.max_tokens_in_flight == max_tokens_in_flight
 
 
-@pytest.mark.parametrize(("device", "num_tokens"), [("cuda", 8192), ("cpu", 2048)])
+@pytest.mark.parametrize(("device", "num_tokens"), [("cuda", 8192), ("cpu", 512)])
 def test_the_device_says_how_many_tokens_a_step_has(folder, device, num_tokens):
     assert make(folder, device=device).scheduler.token_budget == num_tokens
     unknown = make(folder, device="auto")
@@ -153,6 +153,8 @@ def test_the_device_says_how_many_tokens_a_step_has(folder, device, num_tokens):
     assert known.on_device("cpu") == known
     given = make(folder, device=device, max_num_batched_tokens=100)
     assert given.scheduler.token_budget == given.on_device("cpu").scheduler.token_budget == 100
+    many = make(folder, device=device, max_num_seqs=10_000)
+    assert many.scheduler.token_budget == 10_000
 
 
 def test_preempting_by_priority_needs_priorities(folder):
