@@ -27,6 +27,9 @@ class FullAttentionManager(GroupManager):
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return 0
 
+    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
+        return hashes[self._hashes_per_block - 1] in cached.hashes(self.index)
+
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
         return cached.lookup(self.index, self._block_hashes(hashes, 0, limit // self.block_size))
 
@@ -47,6 +50,9 @@ class LocalAttentionManager(GroupManager):
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return self._spec.first_live_token(num_computed_tokens) // self.block_size
+
+    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
+        return True  # without its first blocks
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
         """Searches from the end for consecutive cached blocks that cover the window or chunk."""

@@ -14,12 +14,14 @@ Python object exists for a block that is not cached.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, KeysView, Mapping, Sequence
-from itertools import compress, islice, repeat
+from itertools import compress, repeat
 from operator import eq
 
 import numpy as np
+
+from ringcore.kv_cache.eviction_queue import EvictionQueue
 
 __all__ = ["BlockPool"]
 
@@ -40,7 +42,7 @@ class BlockPool:
         self._stack = np.empty(num_blocks, np.int32)  # free list: `_num_empty` empty blocks, the last first
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
-        self._evictable: OrderedDict[int, int] = OrderedDict()  # cached and free, LRU first: id -> group
+        self._evictable = EvictionQueue(num_blocks)  # cached and free
         # Called with the groups, hashes and ids of blocks about to be evicted; their contents hold until the next step.
         self.on_eviction: Callable[[list[int], list[bytes], list[int]], None] | None = None
         self._num_empty = 0
@@ -85,17 +87,16 @@ class BlockPool:
 
     def _evict(self, num_blocks: int) -> np.ndarray:
         """Evicts the least recently used cached blocks: no lookup hits them any more."""
+        evicted = self._evictable.pop(num_blocks)
+        ids, groups = evicted.tolist(), self._group_of[evicted].tolist()
+        hashes = list(map(self._hash_of.pop, ids))
         if self.on_eviction is not None:
-            ids = list(islice(self._evictable, num_blocks))
-            groups = [self._evictable[block_id] for block_id in ids]
-            self.on_eviction(groups, [self._hash_of[block_id] for block_id in ids], ids)
-        ids = []
-        pop_lru, pop_hash = self._evictable.popitem, self._hash_of.pop
-        for _ in range(num_blocks):
-            block_id, group = pop_lru(last=False)
-            del self._cached[group][pop_hash(block_id)]
-            ids.append(block_id)
-        evicted = np.array(ids, np.int64)
+            self.on_eviction(groups, hashes, ids)
+        if len(self._cached) == 1:
+            deque(map(self._cached[0].pop, hashes), maxlen=0)
+        else:
+            for group, block_hash in zip(groups, hashes, strict=True):
+                del self._cached[group][block_hash]
         self._group_of[evicted] = _NOT_CACHED
         return evicted
 
@@ -116,8 +117,8 @@ class BlockPool:
         is_cached = groups != _NOT_CACHED
         cached = ids[is_cached]
         if len(cached):
-            # A block freed twice here, by two tables, is inserted once. Empty blocks are never shared.
-            self._evictable.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
+            # A block freed twice here, by two tables, is queued once, by the last. Empty blocks are never shared.
+            self._evictable.add(cached)
             ids = ids[~is_cached]
         self._stack[self._num_empty : self._num_empty + len(ids)] = ids
         self._num_empty += len(ids)
@@ -129,7 +130,7 @@ class BlockPool:
     def touch(self, ids: np.ndarray) -> None:
         """Adds one reference to each, on a prefix cache hit. Free ones become used. ids: [n] int64, unique."""
         unreferenced = ids[self.ref_counts[ids] == 0]
-        deque(map(self._evictable.pop, unreferenced.tolist()), maxlen=0)
+        self._evictable.remove(unreferenced)
         self.ref_counts[ids] += 1
 
     def cache(self, group: int, ids: np.ndarray, hashes: Sequence[bytes]) -> None:
@@ -188,7 +189,7 @@ class BlockPool:
 
     def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        empty, evictable = self._stack[: self._num_empty].tolist(), list(self._evictable)
+        empty, evictable = self._stack[: self._num_empty].tolist(), self._evictable.first(len(self._evictable)).tolist()
         free = {*empty, *evictable}
         assert len(free) == len(empty) + len(evictable), "a block is free twice"
         assert 0 not in free | ref_counts.keys(), "the null block is allocated"
@@ -199,7 +200,7 @@ class BlockPool:
         assert free == set(np.flatnonzero(self.ref_counts[1:] == 0) + 1), "free blocks and reference counts disagree"
         groups = dict(zip(self._hash_of, self._group_of[list(self._hash_of)].tolist(), strict=True))
         assert np.count_nonzero(self._group_of != _NOT_CACHED) == len(groups), "a block has a group and no hash"
-        assert all(groups.get(block_id) == group for block_id, group in self._evictable.items()), "evictable, no hash"
+        self._evictable.check()
         assert free & groups.keys() == set(evictable), "a cached block is listed as empty"
         cached = [{} for _ in self._cached]  # type: list[dict[bytes, int]]
         for block_id, group in groups.items():

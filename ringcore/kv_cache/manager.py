@@ -81,6 +81,9 @@ class KVCacheManager:
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._users: dict[int, CacheUser] = {}  # by row in use
+        # Rows that start, with their prefixes, and by group the blocks to allocate for each.
+        self._reserved: list[tuple[int, CachedPrefix, list[int]]] = []
+        self._num_reserved = 0
         self._awaited = AwaitedBlocks()  # spans of `_alignment` tokens, by the hash at their end
         # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it next
         # has a block to publish, and one to free.
@@ -100,7 +103,8 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free_blocks
+        """Without those that are reserved."""
+        return self._pool.num_free_blocks - self._num_reserved
 
     @property
     def num_cached_blocks(self) -> int:
@@ -128,20 +132,29 @@ class KVCacheManager:
 
     def find_cached_prefix(self, request: CacheUser) -> CachedPrefix:
         """The longest prefix that every group has. Adds no reference: valid until the next allocation."""
-        num_tokens = len(request.tokens)
+        num_tokens, step = len(request.tokens), self._alignment // self._hash_block_size
         limit = num_tokens // self._alignment * self._alignment
         if not self.enable_prefix_caching or not limit:
             return self.no_prefix()
         hashes = request.block_hashes
+        self._hasher.extend(hashes, request.tokens, step, request.extra_keys)
+        if not self._may_hit(hashes):
+            return self.no_prefix()._replace(is_awaited=hashes[step - 1] in self._awaited)
+        self.allocate_reserved()  # it may evict blocks of the prefix
         self._hasher.extend(hashes, request.tokens, limit // self._hash_block_size, request.extra_keys)
         token_ids = np.asarray(request.tokens)
         found = find_longest_prefix(self._groups, hashes, token_ids, limit, self._alignment, self._pool)
         num_cached = len(found[0]) * self._groups[0].block_size
-        next_hash = (num_cached + self._alignment) // self._hash_block_size - 1
+        next_hash = num_cached // self._hash_block_size + step - 1
         is_awaited = num_cached < limit and hashes[next_hash] in self._awaited
         return CachedPrefix(
             min(num_cached, num_tokens - 1), num_cached, tuple(ids.tolist() for ids in found), is_awaited
         )
+
+    def _may_hit(self, hashes: list[bytes]) -> bool:
+        """Whether a request with these first hashes, at least those of an alignment, may hit: not if a group of full
+        attention lacks its first block. With a store all hashes are wanted."""
+        return self.store is not None or all(group.may_hit(hashes, self._pool) for group in self._groups)
 
     def blocks_to_start(self, num_tokens: int, prefix: CachedPrefix) -> int:
         """How many free blocks a request of `num_tokens` tokens may need: those after `prefix`, and unreferenced blocks
@@ -155,30 +168,50 @@ class KVCacheManager:
     # Rows.
 
     def start(self, row: int, request: CacheUser, num_tokens: int, num_tokens_now: int, prefix: CachedPrefix) -> bool:
+        """`reserve`, and the blocks at once."""
+        is_started = self.reserve(row, request, num_tokens, num_tokens_now, prefix)
+        self.allocate_reserved()
+        return is_started
+
+    def reserve(self, row: int, request: CacheUser, num_tokens: int, num_tokens_now: int, prefix: CachedPrefix) -> bool:
         """Starts an unused row with `prefix`, found just before. False, and nothing changed, unless blocks for
-        `num_tokens` tokens are free.
+        `num_tokens` tokens are free. `allocate_reserved` gives it blocks, before anything else is done with a row.
 
         With full attention the row gets slots for all these at once; with local attention for `num_tokens_now`, where
         its first step ends. The full blocks of known tokens that it will compute are awaited from now on.
         """
         assert row not in self._users, f"row {row} is in use"
-        in_prefix = prefix.held_block_ids()
-        if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
+        needed = self.blocks_needed(num_tokens)
+        if prefix.num_cached_tokens:
+            in_prefix = prefix.held_block_ids()
+            if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
+                return False
+            self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
+        elif needed > self.num_free_blocks:
             return False
-        self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
-        for group, ids in zip(self._groups, prefix.block_ids, strict=True):
-            group.start(row, ids, group.num_slots_at_start(num_tokens, num_tokens_now))
+        num_new = [
+            group.num_new_at_start(num_tokens, num_tokens_now, len(ids))
+            for group, ids in zip(self._groups, prefix.block_ids, strict=True)
+        ]
+        self._reserved.append((row, prefix, num_new))
+        self._num_reserved += sum(num_new)
         self._users[row] = request
         if self.enable_prefix_caching:
             self._add_awaited(row, request, prefix.num_cached_tokens // self._alignment)
-        self._num_cached[row] = prefix.num_cached_tokens
-        at = np.array([row])
-        self.capacity[at], self._next_publish[at], self._next_release[at] = (
-            self._slots(at),
-            self._publish_at(at),
-            self._release_at(at),
-        )
         return True
+
+    def allocate_reserved(self) -> None:
+        """Allocates the blocks of all rows that were reserved."""
+        if not self._reserved:
+            return
+        started, prefixes, num_new = zip(*self._reserved, strict=True)
+        self._reserved, self._num_reserved = [], 0
+        rows = np.array(started)
+        for group, counts in zip(self._groups, np.array(num_new).T, strict=True):
+            group.start(rows, [prefix.block_ids[group.index] for prefix in prefixes], counts)
+        self._num_cached[rows] = [prefix.num_cached_tokens for prefix in prefixes]
+        self.capacity[rows], self._next_publish[rows] = self._slots(rows), self._publish_at(rows)
+        self._next_release[rows] = self._release_at(rows)
 
     def _add_awaited(self, row: int, request: CacheUser, first: int) -> None:
         """Adds the spans of `_alignment` known tokens from number `first` on to the awaited blocks."""
@@ -259,15 +292,23 @@ class KVCacheManager:
         return True
 
     def free(self, row: int) -> None:
-        """Frees every block of the row, its last one first. Published ones stay in the prefix cache until evicted; the
-        caller has published what is confirmed.
+        """`free_rows` of one."""
+        self.free_rows(np.array([row]))
+
+    def free_rows(self, rows: np.ndarray) -> None:
+        """Frees every block of these rows, [n] int64, the last one of each first. Published ones stay in the prefix
+        cache until evicted; the caller has published what is confirmed.
         """
-        del self._users[row]
-        self._awaited.drop(row)
-        self._pool.free(self._live_blocks(row)[::-1])
+        for row in rows.tolist():
+            del self._users[row]
+            self._awaited.drop(row)
+        if len(self._groups) == 1:
+            self._pool.free(self._groups[0].live_blocks_from_the_end(rows))
+        else:
+            self._pool.free(np.concatenate([self._live_blocks(row)[::-1] for row in rows.tolist()]))
         for group in self._groups:
-            group.clear(row)
-        self.capacity[row] = 0
+            group.clear(rows)
+        self.capacity[rows] = 0
 
     def _live_blocks(self, row: int) -> np.ndarray:
         """The blocks that the row holds, over all groups in the order of the tokens. [n] int64."""

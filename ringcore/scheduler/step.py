@@ -95,17 +95,17 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.new_requests and (self.num_running == 0 if self.positions is None else not len(self.positions))
+        return not self.new_counts and (self.num_running == 0 if self.positions is None else not len(self.positions))
 
     @property
     def decodes_all(self) -> bool:
         """Whether every running request gets one token and no request starts."""
-        return self.positions is None and not self.new_requests
+        return self.positions is None and not self.new_counts
 
     @property
     def computes_prompts(self) -> bool:
         """Whether a request gets more than one token, or starts."""
-        return bool(self.new_requests) or (self.counts is not None and bool((self.counts > 1).any()))
+        return bool(self.new_counts) or (self.counts is not None and bool((self.counts > 1).any()))
 
     def schedule_nothing(self) -> None:
         """No request is in the step: it only carries transfers."""
@@ -118,9 +118,8 @@ class StepPlan:
             rows.append(more_rows)
             block_ids.append(more_ids)
 
-    def add_new(self, request: NewRequest, num_tokens: int) -> None:
-        """Adds a request that starts, with its first `num_tokens` tokens."""
-        self.new_requests.append(request)
+    def add_new(self, num_tokens: int) -> None:
+        """Counts a request that starts with `num_tokens` tokens; its message is appended to `new_requests` later."""
         self.new_counts.append(num_tokens)
         self.token_budget -= num_tokens
 
