@@ -3,6 +3,7 @@ needs."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import assert_never
 
 import numpy as np
@@ -31,7 +32,8 @@ class FullAttentionManager(GroupManager):
         return hashes[self._hashes_per_block - 1] in cached.hashes(self.index)
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
-        return cached.lookup(self.index, self._block_hashes(hashes, 0, limit // self.block_size))
+        names, lookup = self._block_hashes(hashes, 0, limit // self.block_size), partial(cached.lookup, self.index)
+        return lookup(names) if self.unhashed is None else self.unhashed.find(names, lookup)
 
     def shorten(
         self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks

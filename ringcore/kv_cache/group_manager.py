@@ -11,14 +11,16 @@ A row's block table where no token sees the first two blocks any more (0 is the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain, compress
 from typing import Protocol
 
 import numpy as np
 
 from ringcore.kv_cache.block_pool import BlockPool
+from ringcore.kv_cache.cache_user import CacheUser
 from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.kv_cache.unhashed_blocks import UnhashedBlocks
 
 __all__ = ["CachedBlocks", "GroupManager", "cells_of_rows"]
 
@@ -59,6 +61,7 @@ class GroupManager(ABC):
         self.num_null_blocks = np.zeros(max_num_seqs, np.int64)  # by row: leading entries that are 0
         self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks put into the prefix cache
         self._pool = pool
+        self.unhashed: UnhashedBlocks | None = None  # then `publish` gives blocks no hash before it is needed
         self._hashes_per_block = block_size // hash_block_size
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id: tokens of cached ones
@@ -104,7 +107,8 @@ class GroupManager(ABC):
     def live_blocks_from_the_end(self, rows: np.ndarray) -> np.ndarray:
         """The blocks of all these rows, row by row, each row's last one first. [n] int64."""
         tables = self._tables[rows, : int(self.num_blocks[rows].max())][:, ::-1]
-        return tables[tables != 0].astype(np.int64)
+        live: np.ndarray = tables[tables != 0].astype(np.int64)
+        return live
 
     def num_new_at_start(self, num_tokens: int, num_tokens_now: int, num_cached: int) -> int:
         """Blocks to allocate after `num_cached` ones of a prefix; the rest as `num_slots_at_start`."""
@@ -112,7 +116,7 @@ class GroupManager(ABC):
         return max(-(-num_slots // self.block_size) - num_cached, 0)
 
     def start(self, rows: np.ndarray, prefix_ids: Sequence[list[int]], num_new: np.ndarray) -> None:
-        """Fills the tables of unused rows: with prefix blocks, which the caller has touched, and num_new[i] new ones."""
+        """Fills the tables of unused rows: prefix blocks, which the caller has touched, then num_new[i] new ones."""
         num_cached = np.fromiter(map(len, prefix_ids), np.int64, len(prefix_ids))
         for row, ids in zip(rows.tolist(), prefix_ids, strict=True):
             if ids:
@@ -153,25 +157,49 @@ class GroupManager(ABC):
     # The prefix cache.
 
     def publish(
-        self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray, hashes: Sequence[list[bytes]]
+        self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray, users: Sequence[CacheUser]
     ) -> None:
-        """Puts the rows' full blocks up to num_confirmed[i] tokens into the prefix cache. hashes[i] are of rows[i]."""
-        size, step = self.block_size, self._hashes_per_block
+        """Puts the rows' full blocks up to num_confirmed[i] tokens into the prefix cache. Unless there is `unhashed`,
+        the users have the hashes of these."""
+        size = self.block_size
         first = self.num_published[rows]
         end = np.maximum(num_confirmed // size, first)
         at_rows, at_blocks = cells_of_rows(rows, first, end - first)
         if not len(at_rows):
             return
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
-        of_rows = zip(first.tolist(), end.tolist(), hashes, strict=True)
-        names = [*chain.from_iterable(own[(a + 1) * step - 1 : b * step : step] for a, b, own in of_rows)]
-        if not ids.all():  # released by the sliding window before it was published
-            names, is_held = [*compress(names, ids)], ids != 0
-            ids, at_rows, at_blocks = ids[is_held], at_rows[is_held], at_blocks[is_held]
-        self._pool.cache(self.index, ids, names)
+        is_held = ids != 0  # the others were released by the sliding window before they were published
+        if not is_held.all():
+            at_rows, at_blocks = at_rows[is_held], at_blocks[is_held]
         # Also written for a duplicate block, where no lookup reads them.
-        self._token_ids[ids] = self._blocks_of(token_ids)[at_rows, at_blocks]
+        self._token_ids[ids[is_held]] = self._blocks_of(token_ids)[at_rows, at_blocks]
+        spans = zip(rows.tolist(), first.tolist(), end.tolist(), users, strict=True)
+        if self.unhashed is not None:
+            self._publish_unhashed(self.unhashed, token_ids, ids, spans)
+        else:
+            names = chain.from_iterable(self._block_hashes(user.block_hashes, a, b) for _, a, b, user in spans)
+            self._pool.cache(self.index, ids[is_held], [*compress(names, is_held)])
         self.num_published[rows] = end
+
+    def _publish_unhashed(
+        self,
+        unhashed: UnhashedBlocks,
+        token_ids: np.ndarray,
+        ids: np.ndarray,
+        spans: Iterable[tuple[int, int, int, CacheUser]],
+    ) -> None:
+        """ids: one row after the other. spans: of each the row, the first and the last block, and the user."""
+        stamps, at = self._pool.stamp(ids), 0
+        for row, begin, end, user in spans:
+            if end > begin:
+                part = slice(at, at + end - begin)
+                unhashed.publish(row, user, token_ids[row], begin, ids[part], stamps[part])
+                at += end - begin
+
+    def tokens_of(self, ids: np.ndarray) -> np.ndarray:
+        """The tokens of cached blocks: [n, block_size] int32."""
+        tokens: np.ndarray = self._token_ids[ids]
+        return tokens
 
     def _blocks_of(self, token_ids: np.ndarray) -> np.ndarray:
         """token_ids [num_rows, num_tokens] as [num_rows, num_blocks, block_size], without a copy: whole blocks only."""

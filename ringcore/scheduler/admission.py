@@ -50,7 +50,9 @@ class Admission:
         params = request.sampling_params
         tokens = self._vocabulary.tokens("prompt_token_ids", request.prompt_token_ids)
         self._check_length(len(tokens))
-        stop_token_ids = list(self._vocabulary.tokens("stop_token_ids", params.stop_token_ids or []))
+        stop_token_ids = []
+        if params.stop_token_ids:
+            stop_token_ids = list(self._vocabulary.tokens("stop_token_ids", params.stop_token_ids))
         self._vocabulary.check(params, request.bad_words_token_ids, len(tokens))
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
         max_total_tokens = self._max_total_tokens
