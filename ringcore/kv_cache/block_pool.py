@@ -39,7 +39,7 @@ class BlockPool:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
         self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the block tables that hold it
         self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # the group that it is cached for
-        self._stack = np.empty(num_blocks, np.int32)  # free list: `_num_empty` empty blocks, the last first
+        self._stack = np.empty(num_blocks, np.int64)  # free list: `_num_empty` empty blocks, the last first
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
         self._evictable = EvictionQueue(num_blocks)  # cached and free
@@ -82,7 +82,7 @@ class BlockPool:
         """
         assert num_blocks <= self.num_free_blocks, "allocate: not so many blocks are free"
         bottom = max(self._num_empty - num_blocks, 0)
-        ids = self._stack[bottom : self._num_empty][::-1].astype(np.int64)
+        ids = self._stack[bottom : self._num_empty][::-1].copy()
         self._num_empty = bottom
         if len(ids) < num_blocks:
             ids = np.concatenate((ids, self._evict(num_blocks - len(ids))))

@@ -199,13 +199,13 @@ class KVCacheManager:
         return taken
 
     def extend_by_one(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`extend` by one token for rows [n] int32 without a slot for it; fast path, as almost every step has some."""
+        """`extend` by one token for rows [n] int64 without a slot for it; fast path, as almost every step has some."""
         if len(self._groups) > 1:  # then some groups may have the slot
             return self.extend(rows, self.capacity[rows] + 1)
         (group,) = self._groups
         block_ids = group.extend_by_one(rows)
         self.capacity[rows] += group.block_size
-        return [(rows, block_ids)]
+        return [(rows.astype(np.int32), block_ids)]
 
     def publish(self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray) -> None:
         """Puts the rows' full blocks up to num_confirmed[i] tokens, generated ones too, into the prefix cache.

@@ -38,6 +38,7 @@ _COLUMNS = (
     "priority",
     "sequence",
 )
+_SCHEDULED = slice(_COLUMNS.index("total"), _COLUMNS.index("computed") + 1)
 
 
 class RunningTable:
@@ -82,6 +83,7 @@ class RunningTable:
             self.priority,
             self.sequence,
         ) = self._matrix[:, : self.num]
+        self._scheduled = self._matrix[_SCHEDULED, : self.num]
         self.row_ids = self.row.astype(np.int32)  # int32 as in messages; like `run_ids` never changed in place
         self.run_ids = self.run.copy()
         self._begins = self.row * self.token_ids.shape[1]  # of their rows in `_all_token_ids`
@@ -144,6 +146,11 @@ class RunningTable:
             ends = spans.repeat(ends) + spans.offsets(len(ends))
         self._all_token_ids[ends] = token_ids
         self.known[positions] += spans.per_row
+
+    def schedule_all(self, num_tokens: int) -> None:
+        """A step computes and samples `num_tokens` tokens of each."""
+        self._scheduled += num_tokens
+        self.min_room -= num_tokens
 
     def confirm_gains(self, positions: np.ndarray | slice, most: np.ndarray, gained: np.ndarray | int) -> None:
         """Replaces the upper bounds of a step, the `most` tokens that each may gain, by what its output says. Of the

@@ -127,9 +127,7 @@ class StepPlan:
         """Puts the step in flight: its tokens count as computed, and those that it will sample as existing."""
         max_gained = None if self.max_gained is None else self._launch_drafts(self.max_gained, running)
         if self.decodes_all:
-            running.computed += num_steps
-            running.total += num_steps
-            running.min_room -= num_steps
+            running.schedule_all(num_steps)
             rows, runs = running.row_ids, running.run_ids
             return StepInFlight(step, num_steps, running.version, rows, runs, None, None, max_gained)
         positions, counts = self._all_shares(running.num)
@@ -163,15 +161,15 @@ class StepPlan:
     def to_output(self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool) -> SchedulerOutput:
         """repeats_rows: whether the step's rows are those of the previous step, in its order."""
         return SchedulerOutput(
-            step=step.step,
-            num_steps=step.num_steps,
-            finished_rows=int_array(finished_rows) if finished_rows else _NONE,
-            new_requests=self.new_requests,
-            new_blocks=[_new_blocks(rows, block_ids) for rows, block_ids in self.new_blocks],
-            rows=None if repeats_rows else step.rows,
-            num_scheduled_tokens=None if step.counts is None else int_array(step.counts),
-            num_tokens=step.num_tokens,
-            max_gained=None if step.max_gained is None else int_array(step.max_gained),
+            step.step,
+            step.num_steps,
+            int_array(finished_rows) if finished_rows else _NONE,
+            self.new_requests,
+            [_new_blocks(rows, block_ids) for rows, block_ids in self.new_blocks],
+            None if repeats_rows else step.rows,
+            None if step.counts is None else int_array(step.counts),
+            step.num_tokens,
+            None if step.max_gained is None else int_array(step.max_gained),
         )
 
 
