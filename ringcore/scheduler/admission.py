@@ -108,7 +108,7 @@ class Admission:
                 value=num_tokens,
                 max_model_len=self._max_model_len,
             )
-        if not self._kv_cache.can_ever_fit(num_tokens):
+        if num_tokens > self._kv_cache.max_num_tokens:
             needed, usable = self._kv_cache.blocks_needed(num_tokens), self._kv_cache.num_usable_blocks
             raise InvalidRequestError(
                 f"prompt_token_ids: the prompt of {num_tokens} tokens needs {needed} blocks of the KV cache, which has "
