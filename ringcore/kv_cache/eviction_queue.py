@@ -1,7 +1,9 @@
 """The order in which cached, free blocks are evicted: numpy calls for many blocks at once, and no object for any.
 
-log     3  7  2  3  9  5  ...      blocks in the order in which they became free
-           ╰──────── 7, 2, 3, 9, 5 are queued; the first 3 is stale, as the block became free again after it
+    log     3  7  2  3  9  5  ...      blocks in the order in which they became free
+               ╰──────── 7, 2, 3, 9, 5 are queued
+
+The first 3 is stale: the block was used, and became free again after it.
 """
 
 from __future__ import annotations

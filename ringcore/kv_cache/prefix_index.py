@@ -76,7 +76,7 @@ class PrefixIndex:
 
     def _may_hit(self, hashes: list[bytes]) -> bool:
         """Whether a request whose first hashes these are, those of a span, may hit. A store is searched by all."""
-        return self._needs_hashes or all([group.may_hit(hashes, self._pool) for group in self._groups])
+        return self._needs_hashes or all(group.may_hit(hashes, self._pool) for group in self._groups)
 
     def _hash(self, request: CacheUser, num_hashes: int) -> None:
         self._hasher.extend(request.block_hashes, request.tokens, num_hashes, request.extra_keys)
