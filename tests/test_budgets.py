@@ -24,7 +24,7 @@ FILES: dict[str, tuple[int, str]] = {
     "executor/ring_buffer.py": (345, "the protocol's table and both ends of it are read together"),
     "front_end/llm.py": (355, "every public call of LLM, with its documentation"),
     "grammars/regular_expressions/parser.py": (325, "one recursive descent over one grammar"),
-    "kv_cache/manager.py": (328, "allocation and hits share the books of one cache"),
+    "kv_cache/manager.py": (312, "allocation and hits share the books of one cache"),
     "front_end/client.py": (332, "every public call of the client, a few lines each"),
     "engine_core/transport/channel.py": (318, "both ends of one channel"),
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),

@@ -13,7 +13,6 @@ for the slowest reader (back-pressure); each wait ends on a message, the end of 
 from __future__ import annotations
 
 import struct
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -131,8 +130,7 @@ class MessageReader(ABC):
 
     def spin(self, deadline: float | None = None) -> bool:
         """Whether a message has arrived, or arrives within the spin budget and before the deadline."""
-        until = time.monotonic() + self._budget.seconds
-        return self.spin_until(until if deadline is None else min(until, deadline))
+        return self._budget.spin(self.spin_until, deadline)
 
     def check_peer(self) -> None:
         """Raises `PeerDied` if the writer has ended; for callers that poll `has_message` instead of waiting."""

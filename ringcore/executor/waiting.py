@@ -6,6 +6,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from ringcore.executor.memory_order import IS_STRONGLY_ORDERED
 
@@ -23,6 +24,8 @@ __all__ = [
 SPIN_S = 200e-6  # longer than the copy of a large message, much shorter than a step
 CROWDED_SPIN_S = 50e-6
 SPIN_FACTOR = 5
+LOST_CORE_S = 0.5e-3  # a yield that takes longer gave the core to a process with work of its own, not to the peer
+REST_S, MAX_REST_S = 0.05, 0.4  # without spins: the one that ends a rest costs a tick if the core is still taken
 SPACE_TICK_S = 1e-3  # the longest sleep of a writer that waits for space: its wake may be missed (see ring_buffer)
 
 
@@ -72,14 +75,48 @@ class SpinBudget:
     A short sleep could have been avoided by a longer spin, and its wake-up delays the peer, which may sleep because of
     that in turn: two processes can stay in that state forever. So after a short sleep the budget is `SPIN_FACTOR` times
     as long; a long sleep resets it.
+
+    A spinner yields the core. Another process that has work takes it then, until a tick of the kernel's scheduler; a
+    process that sleeps gets it back as soon as it is woken. So two spins in a row that lost the core are followed by a
+    rest, in which all waits sleep at once. The spin after it tells whether the core is free again; if not, a rest twice
+    as long follows.
     """
 
     def __init__(self, base_s: float) -> None:
-        self._base_s = self.seconds = base_s
+        self._base_s = self._seconds = base_s
+        self._num_lost, self._rest_s, self._rests_until = 0, REST_S, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_at(time.monotonic())
+
+    def seconds_at(self, now: float) -> float:
+        """now: monotonic seconds."""
+        return self._seconds if now >= self._rests_until else 0.0
 
     def slept(self, seconds: float) -> None:
         """Records a sleep of so many seconds after a spin."""
-        self.seconds = SPIN_FACTOR * self._base_s if seconds < SPIN_FACTOR * self._base_s else self._base_s
+        self._seconds = SPIN_FACTOR * self._base_s if seconds < SPIN_FACTOR * self._base_s else self._base_s
+
+    def spun(self, until: float, ended: float) -> None:
+        """Records a spin that was to end by `until`, and that ended at `ended`."""
+        if ended <= until + LOST_CORE_S:
+            self._num_lost, self._rest_s = 0, REST_S
+            return
+        self._num_lost += 1
+        if self._num_lost > 1:
+            self._rests_until = ended + self._rest_s
+            self._rest_s = min(2 * self._rest_s, MAX_REST_S)
+
+    def spin(self, spin_until: Callable[[float], bool], deadline: float | None = None) -> bool:
+        """Spins by `spin_until(moment)`, within the budget and before the deadline; whether it returned true."""
+        now = time.monotonic()
+        until = now + self.seconds_at(now)
+        if until == now:
+            return spin_until(now)
+        found = spin_until(until if deadline is None else min(until, deadline))
+        self.spun(until, time.monotonic())
+        return found
 
 
 class Waiter:
@@ -95,7 +132,7 @@ class Waiter:
         self, events: Iterable[int], deaths: Iterable[int] = (), spin_s: float = 0.0, sources: Iterable[int] = ()
     ) -> None:
         self._events, self._sources = frozenset(events), frozenset(sources)
-        self._spin_s = spin_s
+        self._budget = SpinBudget(spin_s)
         self._poll = select.poll()
         for fd in (*self._events, *self._sources, *deaths):
             self._poll.register(fd, select.POLLIN)
@@ -107,7 +144,7 @@ class Waiter:
         Raises `PeerDied` or `DeadlinePassed`, each only after `ready()` was false once more, since a peer may make it
         true before it dies. Errors of `ready` pass through.
         """
-        if ready() or self._spin(ready, deadline):
+        if ready() or self._budget.spin(partial(_spin, ready), deadline):
             return 0.0
         fell_asleep = time.monotonic()
         while True:
@@ -123,17 +160,6 @@ class Waiter:
         """Drains the signalled events without waiting; returns the descriptor of a peer that has ended, if any."""
         return self._sleep(None, 0.0)
 
-    def _spin(self, ready: Callable[[], bool], deadline: float | None) -> bool:
-        now = time.monotonic
-        until = now() + self._spin_s
-        if deadline is not None:
-            until = min(until, deadline)
-        while now() < until:
-            os.sched_yield()
-            if ready():
-                return True
-        return False
-
     def _sleep(self, deadline: float | None, tick_s: float | None) -> int | None:
         """Sleeps until an event, a death, the deadline or the tick; the descriptor of a peer that has ended, if any."""
         sleep_s = tick_s
@@ -147,3 +173,13 @@ class Waiter:
             elif fd not in self._sources:
                 dead = fd
         return dead
+
+
+def _spin(ready: Callable[[], bool], until: float) -> bool:
+    """Whether `ready()` is true by `until`; yields the core before each look."""
+    now = time.monotonic
+    while now() < until:
+        os.sched_yield()
+        if ready():
+            return True
+    return False

@@ -69,6 +69,7 @@ class RequestState:
         self._pooled: np.ndarray | None = None
         self._first_token_s: float | None = None
         self._finished_s: float | None = None
+        self._metrics: RequestMetrics | None = None  # of the outputs, as long as they do not change
         self._reasons: list[FinishReason] = []  # once it is over
         self._lock = threading.RLock()  # reentrant: a finalizer may call `end` inside another call of its thread
         self._has_output = False
@@ -84,18 +85,21 @@ class RequestState:
         with self._lock:
             if self.is_over:
                 return 0, False
+            before = completion.first_scheduled_s, completion.num_preemptions
             num_new = completion.update(output)
+            if before != (output.first_scheduled_s, output.num_preemptions):
+                self._metrics = None
             if output.prompt_logprobs is not None:
                 self._prompt_positions = prompt_positions(output.prompt_logprobs, self._token_text)
             if output.pooled is not None:
                 self._pooled = output.pooled.values
             if num_new and self._first_token_s is None:
-                self._first_token_s = now
+                self._first_token_s, self._metrics = now, None
                 for observer in self._observers:
                     observer.first_token(len(self._request.prompt_token_ids), self._request.arrival_s, now)
             if output.error is not None:
                 self._end(error_of(output.error), now)
-            elif all(one.finish_reason is not None for one in self.completions):
+            elif completion.finish_reason is not None and not self.unfinished_ids:
                 self._end(None, now)
             self._has_output = self._has_output or self.is_over or self._kind != "final"
             return num_new, self._has_output
@@ -111,7 +115,7 @@ class RequestState:
         self._reasons = self._finish_reasons(error)
         for one in self.completions:
             one.finish_reason = one.finish_reason or "abort"
-        self.is_over, self.error, self._finished_s = True, error, now
+        self.is_over, self.error, self._finished_s, self._metrics = True, error, now, None
 
     def _finish_reasons(self, error: RingcoreError | None) -> list[FinishReason]:
         cut_off: FinishReason = "abort" if error is None else "error"
@@ -130,10 +134,13 @@ class RequestState:
 
     def take(self) -> RequestOutput | None:
         """The output since the last call, or all so far, by the output kind; None if there is nothing new."""
+        if not self._has_output:  # a look without the lock: most second looks of a reader end here
+            return None
         with self._lock:
             if not self._has_output:
                 return None
             self._has_output = False
+            self._metrics = self._metrics or self.metrics()
             outputs = [one.take(is_delta=self._kind == "delta", is_last=self.is_over) for one in self.completions]
             failed_at_once = self.error is not None and self._first_token_s is None
             return RequestOutput(
@@ -142,7 +149,7 @@ class RequestState:
                 prompt_token_ids=self._request.prompt_token_ids,
                 outputs=[] if failed_at_once else outputs,
                 num_cached_tokens=self.completions[0].num_cached_tokens,
-                metrics=self.metrics(),
+                metrics=self._metrics,
                 error=self.error,
                 prompt_logprobs=self._take_prompt_positions(),
                 pooled=self._pooled,

@@ -3,6 +3,7 @@ needs."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import assert_never
 
 import numpy as np
@@ -27,8 +28,12 @@ class FullAttentionManager(GroupManager):
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return 0
 
+    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
+        return hashes[self._hashes_per_block - 1] in cached.hashes(self.index)
+
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
-        return cached.lookup(self.index, self._block_hashes(hashes, 0, limit // self.block_size))
+        names, lookup = self._block_hashes(hashes, 0, limit // self.block_size), partial(cached.lookup, self.index)
+        return lookup(names) if self.unhashed is None else self.unhashed.find(names, lookup)
 
     def shorten(
         self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks
@@ -47,6 +52,9 @@ class LocalAttentionManager(GroupManager):
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return self._spec.first_live_token(num_computed_tokens) // self.block_size
+
+    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
+        return True  # without its first blocks
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
         """Searches from the end for consecutive cached blocks that cover the window or chunk."""

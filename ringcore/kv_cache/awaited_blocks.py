@@ -1,57 +1,76 @@
-"""Prefix blocks that running requests are computing: a waiting request with the same prefix waits for the cache hit."""
+"""Prefix blocks that running requests are computing: a waiting request with the same prefix waits for the cache hit.
+
+A row is found by the hash of its first awaited block, on which all later ones depend. Later blocks are hashed when a
+request has that block, too: requests that share nothing are hashed no further.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-__all__ = ["AwaitedBlocks"]
+__all__ = ["Awaited", "AwaitedBlocks"]
+
+
+@dataclass(slots=True)
+class Awaited:
+    """The blocks from number `num_done` to `end` that a row is computing.
+
+    first: the hash of the first one when it started. name_of: the hash of a block, by its number.
+    """
+
+    first: bytes
+    name_of: Callable[[int], bytes]
+    num_done: int
+    end: int
 
 
 class AwaitedBlocks:
-    """The hashes of full blocks that rows are computing. Several rows may be computing the same block."""
+    """By row the full blocks that it is computing. Several rows may be computing the same block."""
 
     def __init__(self) -> None:
-        self._by_row: dict[int, tuple[int, list[bytes]]] = {}  # end of its blocks, hashes of the uncomputed ones
-        self._num_rows: Counter[bytes] = Counter()  # how many rows compute the block of this hash
+        self._by_row: dict[int, Awaited] = {}
+        self._rows: dict[bytes, list[int]] = {}  # by the hash of their first blocks
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._num_rows
-
-    def add(self, row: int, first: int, hashes: Sequence[bytes]) -> None:
-        """The row, new here, will compute its blocks from number `first` on; these are their hashes."""
+    def add(self, row: int, name_of: Callable[[int], bytes], first: int, end: int) -> None:
+        """The row, new here, will compute its blocks from number `first` to `end`."""
         assert row not in self._by_row
-        if hashes:
-            self._by_row[row] = first + len(hashes), list(hashes)
-            self._num_rows.update(hashes)
+        if first < end:
+            self._by_row[row] = awaited = Awaited(name_of(first), name_of, first, end)
+            self._rows.setdefault(awaited.first, []).append(row)
+
+    def has(self, names: Sequence[bytes]) -> bool:
+        """Whether a row is computing the last of a request's first blocks, whose hashes are `names`."""
+        if self._rows.keys().isdisjoint(names):
+            return False
+        block = len(names) - 1
+        same_start = [self._by_row[row] for name in names for row in self._rows.get(name, ())]
+        return any(one.num_done <= block < one.end and one.name_of(block) == names[block] for one in same_start)
 
     def drop_first(self, row: int, num_blocks: int) -> None:
         """Removes the row's first `num_blocks` blocks, which are computed."""
-        if row not in self._by_row:
+        awaited = self._by_row.get(row)
+        if awaited is None:
             return
-        end, hashes = self._by_row[row]
-        num_done = len(hashes) - (end - num_blocks)
-        if num_done >= len(hashes):
+        awaited.num_done = max(awaited.num_done, num_blocks)
+        if awaited.num_done >= awaited.end:
             self.drop(row)
-        elif num_done > 0:
-            self._forget(hashes[:num_done])
-            del hashes[:num_done]
 
     def drop(self, row: int) -> None:
         """Removes the row: it will compute no more blocks."""
-        _, hashes = self._by_row.pop(row, (0, []))
-        self._forget(hashes)
-
-    def _forget(self, hashes: Sequence[bytes]) -> None:
-        counts = list(map(self._num_rows.pop, hashes))
-        if sum(counts) > len(counts):
-            left = zip(hashes, counts, strict=True)
-            self._num_rows.update({block_hash: count - 1 for block_hash, count in left if count > 1})
+        awaited = self._by_row.pop(row, None)
+        if awaited is None:
+            return
+        rows = self._rows[awaited.first]
+        rows.remove(row)
+        if not rows:
+            del self._rows[awaited.first]
 
     def check(self, num_computed_blocks: dict[int, int]) -> None:
-        """Recomputes the counts. By row in use: the blocks that are computed and published."""
-        expected = Counter(block_hash for _, hashes in self._by_row.values() for block_hash in hashes)
-        assert expected == self._num_rows, "awaited blocks: the rows and the counts disagree"
-        for row, (end, hashes) in self._by_row.items():
+        """Recomputes the rows. By row in use: the blocks that are computed and published."""
+        found = sorted(row for rows in self._rows.values() for row in rows)
+        assert found == sorted(self._by_row), "awaited blocks: the rows and their first hashes disagree"
+        for row, awaited in self._by_row.items():
+            assert row in self._rows[awaited.first], f"row {row} has another first block"
             assert row in num_computed_blocks, f"row {row} is not in use, and awaited"
-            assert end - len(hashes) >= num_computed_blocks[row], f"row {row}: a computed block is awaited"
+            assert awaited.num_done >= num_computed_blocks[row], f"row {row}: a computed block is awaited"

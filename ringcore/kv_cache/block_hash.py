@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["NO_EXTRA_KEYS", "BlockHasher", "ExtraKeys", "token_bytes"]
+__all__ = ["NO_EXTRA_KEYS", "BlockHasher", "ExtraKeys", "block_bytes", "token_bytes"]
 
 _DIGEST_BYTES = 32
 
@@ -43,6 +43,11 @@ def token_bytes(tokens: array[int] | np.ndarray, begin: int, end: int) -> bytes:
     """The tokens from `begin` to `end` as int32 in little-endian bytes, 4 a token. `tokens` are int32."""
     part = tokens[begin:end].tobytes()
     return part if sys.byteorder == "little" else np.frombuffer(part, ">i4").astype("<i4").tobytes()
+
+
+def block_bytes(blocks: np.ndarray) -> bytes:
+    """As `token_bytes`, of the tokens of blocks [n, block_size] int32."""
+    return token_bytes(blocks.reshape(-1), 0, blocks.size)
 
 
 class BlockHasher:
@@ -70,9 +75,13 @@ class BlockHasher:
         first = len(hashes)
         if num_blocks <= first:
             return
-        size = 4 * self.block_size
         data = token_bytes(tokens, first * self.block_size, num_blocks * self.block_size)
-        assert len(data) == (num_blocks - first) * size, "only full blocks have a hash"
+        assert len(data) == 4 * (num_blocks - first) * self.block_size, "only full blocks have a hash"
+        self.append(hashes, data, extra_keys)
+
+    def append(self, hashes: list[bytes], data: bytes, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> None:
+        """Appends the hashes of the blocks that follow, given their `token_bytes`; extra_keys as in `extend`."""
+        first, size = len(hashes), 4 * self.block_size
         parent = hashes[-1] if hashes else self._root_of(extra_keys)
         append = hashes.append
         if not extra_keys.item_hashes:
@@ -80,8 +89,9 @@ class BlockHasher:
                 parent = blake2b(parent + data[begin : begin + size], digest_size=_DIGEST_BYTES).digest()
                 append(parent)
             return
-        items = self._item_keys(extra_keys, first, num_blocks)
-        for block in range(first, num_blocks):
+        end = first + len(data) // size
+        items = self._item_keys(extra_keys, first, end)
+        for block in range(first, end):
             begin = (block - first) * size
             # Parent and tokens have a fixed length: no item can be mistaken for tokens.
             parent = _digest(parent + data[begin : begin + size] + items.get(block, b""))

@@ -9,17 +9,19 @@ A block is in one of three states:
 
 Empty blocks are allocated first, the last freed one first (its memory is warm); then cached ones are evicted, the least
 recently used first. So a prefix is evicted only when no empty block is left, its last block first. Blocks are ints; no
-Python object exists for a block that is not cached.
+Python object exists for a block that is not cached, nor for one that is cached without its hash (`unhashed_blocks`):
+such a block has a stamp, a number of its own, until it gets its hash or is evicted.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, KeysView, Mapping, Sequence
-from itertools import compress, islice, repeat
+from itertools import compress, repeat
 from operator import eq
 
 import numpy as np
+
+from ringcore.kv_cache.eviction_queue import EvictionQueue
 
 __all__ = ["BlockPool"]
 
@@ -37,12 +39,16 @@ class BlockPool:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
         self.ref_counts = np.zeros(num_blocks, np.int32)  # by block id: the block tables that hold it
         self._group_of = np.full(num_blocks, _NOT_CACHED, np.int16)  # the group that it is cached for
-        self._stack = np.empty(num_blocks, np.int32)  # free list: `_num_empty` empty blocks, the last first
+        self._stack = np.empty(num_blocks, np.int64)  # free list: `_num_empty` empty blocks, the last first
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # by group: hash -> block id
         self._hash_of: dict[int, bytes] = {}  # of cached blocks
-        self._evictable: OrderedDict[int, int] = OrderedDict()  # cached and free, LRU first: id -> group
+        self._evictable = EvictionQueue(num_blocks)  # cached and free
         # Called with the groups, hashes and ids of blocks about to be evicted; their contents hold until the next step.
         self.on_eviction: Callable[[list[int], list[bytes], list[int]], None] | None = None
+        # Called with the hashes of evicted blocks.
+        self.on_forgotten: Callable[[list[bytes]], None] | None = None
+        self.stamps = np.full(num_blocks, -1, np.int64)  # by block id; -1: it is not cached, or has its hash
+        self._num_stamped = self._num_stamps = 0  # now, and ever
         self._num_empty = 0
         self._empty_unused()
 
@@ -61,7 +67,7 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        return len(self._hash_of)
+        return len(self._hash_of) + self._num_stamped
 
     @property
     def is_cached(self) -> np.ndarray:
@@ -76,7 +82,7 @@ class BlockPool:
         """
         assert num_blocks <= self.num_free_blocks, "allocate: not so many blocks are free"
         bottom = max(self._num_empty - num_blocks, 0)
-        ids = self._stack[bottom : self._num_empty][::-1].astype(np.int64)
+        ids = self._stack[bottom : self._num_empty][::-1].copy()
         self._num_empty = bottom
         if len(ids) < num_blocks:
             ids = np.concatenate((ids, self._evict(num_blocks - len(ids))))
@@ -85,17 +91,20 @@ class BlockPool:
 
     def _evict(self, num_blocks: int) -> np.ndarray:
         """Evicts the least recently used cached blocks: no lookup hits them any more."""
+        evicted = hashed = self._evictable.pop(num_blocks)
+        if self._num_stamped:
+            has_stamp = self.stamps[evicted] >= 0
+            hashed = evicted[~has_stamp]
+            self.stamps[evicted] = -1
+            self._num_stamped -= len(evicted) - len(hashed)
+        ids, groups = hashed.tolist(), self._group_of[hashed].tolist()
+        hashes = list(map(self._hash_of.pop, ids))
         if self.on_eviction is not None:
-            ids = list(islice(self._evictable, num_blocks))
-            groups = [self._evictable[block_id] for block_id in ids]
-            self.on_eviction(groups, [self._hash_of[block_id] for block_id in ids], ids)
-        ids = []
-        pop_lru, pop_hash = self._evictable.popitem, self._hash_of.pop
-        for _ in range(num_blocks):
-            block_id, group = pop_lru(last=False)
-            del self._cached[group][pop_hash(block_id)]
-            ids.append(block_id)
-        evicted = np.array(ids, np.int64)
+            self.on_eviction(groups, hashes, ids)
+        if self.on_forgotten is not None:
+            self.on_forgotten(hashes)
+        for group, block_hash in zip(groups, hashes, strict=True):
+            del self._cached[group][block_hash]
         self._group_of[evicted] = _NOT_CACHED
         return evicted
 
@@ -116,9 +125,13 @@ class BlockPool:
         is_cached = groups != _NOT_CACHED
         cached = ids[is_cached]
         if len(cached):
-            # A block freed twice here, by two tables, is inserted once. Empty blocks are never shared.
-            self._evictable.update(zip(cached.tolist(), groups[is_cached].tolist(), strict=True))
+            # A block freed twice here, by two tables, is queued once, by the last. Empty blocks are never shared.
+            self._evictable.add(cached)
             ids = ids[~is_cached]
+        self._push(ids)
+
+    def _push(self, ids: np.ndarray) -> None:
+        """Adds empty blocks."""
         self._stack[self._num_empty : self._num_empty + len(ids)] = ids
         self._num_empty += len(ids)
 
@@ -129,7 +142,7 @@ class BlockPool:
     def touch(self, ids: np.ndarray) -> None:
         """Adds one reference to each, on a prefix cache hit. Free ones become used. ids: [n] int64, unique."""
         unreferenced = ids[self.ref_counts[ids] == 0]
-        deque(map(self._evictable.pop, unreferenced.tolist()), maxlen=0)
+        self._evictable.remove(unreferenced)
         self.ref_counts[ids] += 1
 
     def cache(self, group: int, ids: np.ndarray, hashes: Sequence[bytes]) -> None:
@@ -145,6 +158,36 @@ class BlockPool:
         assert _all(self._group_of[ids] == _NOT_CACHED), "a block is cached already"
         self._hash_of.update(zip(own_ids, hashes, strict=True))
         self._group_of[ids] = group
+
+    def stamp(self, ids: np.ndarray) -> np.ndarray:
+        """Caches blocks in use for the one group, without hashes; their stamps. ids, stamps: [n] int64."""
+        assert len(self._cached) == 1, "only a cache of one group has blocks without hashes"
+        assert _all(self.ref_counts[ids]), "a free block cannot be cached"
+        assert _all(self._group_of[ids] == _NOT_CACHED), "a block is cached already"
+        stamps = np.arange(self._num_stamps, self._num_stamps + len(ids))
+        self._num_stamps += len(ids)
+        self._num_stamped += len(ids)
+        self.stamps[ids], self._group_of[ids] = stamps, 0
+        return stamps
+
+    def name(self, ids: np.ndarray, hashes: Sequence[bytes]) -> bool:
+        """Gives blocks with stamps their hashes. One whose hash another block has is cached no more; whether there is
+        none. ids: [n] int64."""
+        own_ids = ids.tolist()
+        found_ids = list(map(self._cached[0].setdefault, hashes, own_ids))
+        self.stamps[ids] = -1
+        self._num_stamped -= len(ids)
+        if found_ids == own_ids:
+            self._hash_of.update(zip(own_ids, hashes, strict=True))
+            return True
+        is_new = list(map(eq, found_ids, own_ids))
+        self._hash_of.update(zip(compress(own_ids, is_new), compress(hashes, is_new), strict=True))
+        others = ids[~np.array(is_new)]
+        self._group_of[others] = _NOT_CACHED
+        empty = others[self.ref_counts[others] == 0]
+        self._evictable.remove(empty)
+        self._push(empty)
+        return False
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> np.ndarray:
         """The cached blocks of the first hashes, up to the first miss. [n] int64."""
@@ -178,9 +221,13 @@ class BlockPool:
         """
         if self.num_free_blocks + num_held != self.num_usable_blocks:
             return False
+        if self.on_forgotten is not None:
+            self.on_forgotten(list(self._hash_of.values()))
         for cached in self._cached:
             cached.clear()
         self._hash_of.clear()
+        self.stamps[:] = -1
+        self._num_stamped = 0
         self._evictable.clear()
         self._group_of[:] = _NOT_CACHED
         self._empty_unused()
@@ -188,7 +235,7 @@ class BlockPool:
 
     def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        empty, evictable = self._stack[: self._num_empty].tolist(), list(self._evictable)
+        empty, evictable = self._stack[: self._num_empty].tolist(), self._evictable.first(len(self._evictable)).tolist()
         free = {*empty, *evictable}
         assert len(free) == len(empty) + len(evictable), "a block is free twice"
         assert 0 not in free | ref_counts.keys(), "the null block is allocated"
@@ -198,9 +245,13 @@ class BlockPool:
         assert not wrong, f"blocks {wrong[:8]}: {expected[wrong[:8]]} users, counted {self.ref_counts[wrong[:8]]}"
         assert free == set(np.flatnonzero(self.ref_counts[1:] == 0) + 1), "free blocks and reference counts disagree"
         groups = dict(zip(self._hash_of, self._group_of[list(self._hash_of)].tolist(), strict=True))
-        assert np.count_nonzero(self._group_of != _NOT_CACHED) == len(groups), "a block has a group and no hash"
-        assert all(groups.get(block_id) == group for block_id, group in self._evictable.items()), "evictable, no hash"
-        assert free & groups.keys() == set(evictable), "a cached block is listed as empty"
+        stamped = np.flatnonzero(self.stamps >= 0).tolist()
+        assert len(stamped) == self._num_stamped, "stamps and their count disagree"
+        assert not groups.keys() & set(stamped), "a block has a stamp and a hash"
+        known = groups.keys() | set(stamped)
+        assert np.flatnonzero(self._group_of != _NOT_CACHED).tolist() == sorted(known), "a group, and no hash or stamp"
+        self._evictable.check()
+        assert free & known == set(evictable), "a cached block is listed as empty"
         cached = [{} for _ in self._cached]  # type: list[dict[bytes, int]]
         for block_id, group in groups.items():
             cached[group][self._hash_of[block_id]] = block_id

@@ -11,14 +11,16 @@ A row's block table where no token sees the first two blocks any more (0 is the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain, compress
 from typing import Protocol
 
 import numpy as np
 
 from ringcore.kv_cache.block_pool import BlockPool
+from ringcore.kv_cache.cache_user import CacheUser
 from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.kv_cache.unhashed_blocks import UnhashedBlocks
 
 __all__ = ["CachedBlocks", "GroupManager", "cells_of_rows"]
 
@@ -59,16 +61,20 @@ class GroupManager(ABC):
         self.num_null_blocks = np.zeros(max_num_seqs, np.int64)  # by row: leading entries that are 0
         self.num_published = np.zeros(max_num_seqs, np.int64)  # by row: leading blocks put into the prefix cache
         self._pool = pool
+        self.unhashed: UnhashedBlocks | None = None  # then `publish` gives blocks no hash before it is needed
         self._hashes_per_block = block_size // hash_block_size
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id: tokens of cached ones
-        self._offsets = np.arange(block_size)
 
     # What differs between kinds of attention.
 
     @abstractmethod
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Leading blocks that no token from position `num_computed_tokens` on attends to."""
+
+    @abstractmethod
+    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
+        """Whether a request whose first hashes these are, at least those of its first block, may hit any block."""
 
     @abstractmethod
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
@@ -98,15 +104,28 @@ class GroupManager(ABC):
         """The blocks that the row holds, in order, without null blocks. [n] int64."""
         return self._tables[row, self.num_null_blocks[row] : self.num_blocks[row]].astype(np.int64)
 
-    def start(self, row: int, prefix_ids: list[int], num_slots: int) -> None:
-        """Fills the row's table: prefix blocks, which the caller has touched, and new ones for `num_slots` tokens."""
-        num_cached = len(prefix_ids)
-        num_blocks = max(-(-num_slots // self.block_size), num_cached)
-        self._tables[row, :num_cached] = prefix_ids
-        self._tables[row, num_cached:num_blocks] = self._pool.allocate(num_blocks - num_cached)
-        self.num_blocks[row] = num_blocks
-        self.num_published[row] = num_cached
-        self.num_null_blocks[row] = prefix_ids.count(0)
+    def live_blocks_from_the_end(self, rows: np.ndarray) -> np.ndarray:
+        """The blocks of all these rows, row by row, each row's last one first. [n] int64."""
+        tables = self._tables[rows, : int(self.num_blocks[rows].max())][:, ::-1]
+        live: np.ndarray = tables[tables != 0].astype(np.int64)
+        return live
+
+    def num_new_at_start(self, num_tokens: int, num_tokens_now: int, num_cached: int) -> int:
+        """Blocks to allocate after `num_cached` ones of a prefix; the rest as `num_slots_at_start`."""
+        num_slots = self.num_slots_at_start(num_tokens, num_tokens_now)
+        return max(-(-num_slots // self.block_size) - num_cached, 0)
+
+    def start(self, rows: np.ndarray, prefix_ids: Sequence[list[int]], num_new: np.ndarray) -> None:
+        """Fills the tables of unused rows: prefix blocks, which the caller has touched, then num_new[i] new ones."""
+        num_cached = np.fromiter(map(len, prefix_ids), np.int64, len(prefix_ids))
+        for row, ids in zip(rows.tolist(), prefix_ids, strict=True):
+            if ids:
+                self._tables[row, : len(ids)] = ids
+                self.num_null_blocks[row] = ids.count(0)
+        at_rows, at_blocks = cells_of_rows(rows, num_cached, num_new)
+        self._tables[at_rows, at_blocks] = self._pool.allocate(len(at_rows))
+        self.num_blocks[rows] = num_cached + num_new
+        self.num_published[rows] = num_cached
 
     def num_missing(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Blocks to allocate so that each row has slots for num_tokens[i] tokens. [n] int64."""
@@ -130,33 +149,64 @@ class GroupManager(ABC):
         self.num_blocks[rows] += 1
         return ids.astype(np.int32)
 
-    def clear(self, row: int) -> None:
-        """Clears the row, whose blocks the caller frees."""
-        self._tables[row, : self.num_blocks[row]] = 0
-        self.num_blocks[row] = self.num_null_blocks[row] = self.num_published[row] = 0
+    def clear(self, rows: np.ndarray) -> None:
+        """Clears the rows, whose blocks the caller frees."""
+        self._tables[rows, : int(self.num_blocks[rows].max())] = 0
+        self.num_blocks[rows] = self.num_null_blocks[rows] = self.num_published[rows] = 0
 
     # The prefix cache.
 
     def publish(
-        self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray, hashes: Sequence[list[bytes]]
+        self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray, users: Sequence[CacheUser]
     ) -> None:
-        """Puts the rows' full blocks up to num_confirmed[i] tokens into the prefix cache. hashes[i] are of rows[i]."""
-        size, step = self.block_size, self._hashes_per_block
+        """Puts the rows' full blocks up to num_confirmed[i] tokens into the prefix cache. Unless there is `unhashed`,
+        the users have the hashes of these."""
+        size = self.block_size
         first = self.num_published[rows]
         end = np.maximum(num_confirmed // size, first)
         at_rows, at_blocks = cells_of_rows(rows, first, end - first)
         if not len(at_rows):
             return
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
-        of_rows = zip(first.tolist(), end.tolist(), hashes, strict=True)
-        names = [*chain.from_iterable(own[(a + 1) * step - 1 : b * step : step] for a, b, own in of_rows)]
-        if not ids.all():  # released by the sliding window before it was published
-            names, is_held = [*compress(names, ids)], ids != 0
-            ids, at_rows, at_blocks = ids[is_held], at_rows[is_held], at_blocks[is_held]
-        self._pool.cache(self.index, ids, names)
+        is_held = ids != 0  # the others were released by the sliding window before they were published
+        if not is_held.all():
+            at_rows, at_blocks = at_rows[is_held], at_blocks[is_held]
         # Also written for a duplicate block, where no lookup reads them.
-        self._token_ids[ids] = token_ids[at_rows[:, None], (at_blocks * size)[:, None] + self._offsets]
+        self._token_ids[ids[is_held]] = self._blocks_of(token_ids)[at_rows, at_blocks]
+        spans = zip(rows.tolist(), first.tolist(), end.tolist(), users, strict=True)
+        if self.unhashed is not None:
+            self._publish_unhashed(self.unhashed, token_ids, ids, spans)
+        else:
+            names = chain.from_iterable(self._block_hashes(user.block_hashes, a, b) for _, a, b, user in spans)
+            self._pool.cache(self.index, ids[is_held], [*compress(names, is_held)])
         self.num_published[rows] = end
+
+    def _publish_unhashed(
+        self,
+        unhashed: UnhashedBlocks,
+        token_ids: np.ndarray,
+        ids: np.ndarray,
+        spans: Iterable[tuple[int, int, int, CacheUser]],
+    ) -> None:
+        """ids: one row after the other. spans: of each the row, the first and the last block, and the user."""
+        stamps, at = self._pool.stamp(ids), 0
+        for row, begin, end, user in spans:
+            if end > begin:
+                part = slice(at, at + end - begin)
+                unhashed.publish(row, user, token_ids[row], begin, ids[part], stamps[part])
+                at += end - begin
+
+    def tokens_of(self, ids: np.ndarray) -> np.ndarray:
+        """The tokens of cached blocks: [n, block_size] int32."""
+        tokens: np.ndarray = self._token_ids[ids]
+        return tokens
+
+    def _blocks_of(self, token_ids: np.ndarray) -> np.ndarray:
+        """token_ids [num_rows, num_tokens] as [num_rows, num_blocks, block_size], without a copy: whole blocks only."""
+        (num_rows, num_tokens), size = token_ids.shape, self.block_size
+        row_bytes, token_bytes = token_ids.strides
+        shape, strides = (num_rows, num_tokens // size, size), (row_bytes, size * token_bytes, token_bytes)
+        return np.lib.stride_tricks.as_strided(token_ids, shape, strides, writeable=False)
 
     def adopt(self, ids: np.ndarray, hashes: Sequence[bytes], token_ids: np.ndarray) -> None:
         """Puts blocks in use, whose contents came from elsewhere, into the prefix cache. token_ids: [n, block_size]."""

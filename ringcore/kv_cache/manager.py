@@ -7,33 +7,24 @@ cross a block boundary cost more.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Mapping
 from functools import reduce
-from typing import Protocol
 
 import numpy as np
 
 from ringcore.kv_cache.attention_kinds import LocalAttentionManager, make_group_manager
-from ringcore.kv_cache.awaited_blocks import AwaitedBlocks
-from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
+from ringcore.kv_cache.block_hash import BlockHasher
 from ringcore.kv_cache.block_pool import BlockPool
 from ringcore.kv_cache.block_store import BlockStore
-from ringcore.kv_cache.cached_prefix import CachedPrefix, find_longest_prefix
+from ringcore.kv_cache.cache_user import CacheUser
+from ringcore.kv_cache.cached_prefix import CachedPrefix
 from ringcore.kv_cache.occupancy import Occupancy
+from ringcore.kv_cache.prefix_index import PrefixIndex
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.kv_cache.stored_prefix import StoredPrefixes
 
 __all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
-
-
-class CacheUser(Protocol):
-    """What the manager reads of a request, waiting or running; the manager writes `block_hashes`."""
-
-    tokens: array[int]  # array('i'): the tokens known when it starts; may grow later
-    extra_keys: ExtraKeys
-    block_hashes: list[bytes]  # of its first full blocks of the smallest block size, computed on demand
 
 
 class KVCacheManager:
@@ -58,10 +49,7 @@ class KVCacheManager:
         store: BlockStore | None = None,
     ) -> None:
         sizes = [group.spec.block_size for group in config.groups]
-        self._hash_block_size, self._alignment = min(sizes), math.lcm(*sizes)
-        assert not any(size % min(sizes) for size in sizes), "a block is a whole number of the smallest ones"
-        self._hasher = hasher or BlockHasher(self._hash_block_size)
-        assert self._hasher.block_size == self._hash_block_size, "one chain of hashes, in the smallest blocks"
+        alignment, hasher = math.lcm(*sizes), hasher or BlockHasher(min(sizes))
         self.config, self.store, self.enable_prefix_caching = config, store, enable_prefix_caching
         self._pool = BlockPool(config.num_blocks, len(sizes))
         self._groups = [
@@ -69,19 +57,22 @@ class KVCacheManager:
                 group.spec,
                 index,
                 self._pool,
-                hash_block_size=self._hash_block_size,
-                alignment=self._alignment,
+                hash_block_size=hasher.block_size,
+                alignment=alignment,
                 max_num_seqs=max_num_seqs,
                 max_model_len=config.max_model_len,
             )
             for index, group in enumerate(config.groups)
         ]
+        self._index = PrefixIndex(self._groups, self._pool, hasher, needs_hashes=store is not None)
         self.occupancy = Occupancy(self._pool, self._groups)
-        self.stored = None if store is None else StoredPrefixes(store, self._pool, self._groups, self._alignment)
+        self.stored = None if store is None else StoredPrefixes(store, self._pool, self._groups, alignment)
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._users: dict[int, CacheUser] = {}  # by row in use
-        self._awaited = AwaitedBlocks()  # spans of `_alignment` tokens, by the hash at their end
+        # Rows that start, with their prefixes, and by group the blocks to allocate for each.
+        self._reserved: list[tuple[int, CachedPrefix, list[int]]] = []
+        self._num_reserved = 0
         # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it next
         # has a block to publish, and one to free.
         self.capacity = np.zeros(max_num_seqs, np.int64)
@@ -100,7 +91,8 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free_blocks
+        """Without those that are reserved."""
+        return self._pool.num_free_blocks - self._num_reserved
 
     @property
     def num_cached_blocks(self) -> int:
@@ -124,24 +116,13 @@ class KVCacheManager:
 
     def no_prefix(self) -> CachedPrefix:
         """A miss: the request computes all of its tokens."""
-        return CachedPrefix(0, 0, tuple([] for _ in self._groups), is_awaited=False)
+        return self._index.no_prefix()
 
     def find_cached_prefix(self, request: CacheUser) -> CachedPrefix:
         """The longest prefix that every group has. Adds no reference: valid until the next allocation."""
-        num_tokens = len(request.tokens)
-        limit = num_tokens // self._alignment * self._alignment
-        if not self.enable_prefix_caching or not limit:
+        if not self.enable_prefix_caching:
             return self.no_prefix()
-        hashes = request.block_hashes
-        self._hasher.extend(hashes, request.tokens, limit // self._hash_block_size, request.extra_keys)
-        token_ids = np.asarray(request.tokens)
-        found = find_longest_prefix(self._groups, hashes, token_ids, limit, self._alignment, self._pool)
-        num_cached = len(found[0]) * self._groups[0].block_size
-        next_hash = (num_cached + self._alignment) // self._hash_block_size - 1
-        is_awaited = num_cached < limit and hashes[next_hash] in self._awaited
-        return CachedPrefix(
-            min(num_cached, num_tokens - 1), num_cached, tuple(ids.tolist() for ids in found), is_awaited
-        )
+        return self._index.find(request, before_lookup=self.allocate_reserved)  # which may evict blocks of the prefix
 
     def blocks_to_start(self, num_tokens: int, prefix: CachedPrefix) -> int:
         """How many free blocks a request of `num_tokens` tokens may need: those after `prefix`, and unreferenced blocks
@@ -154,38 +135,44 @@ class KVCacheManager:
 
     # Rows.
 
-    def start(self, row: int, request: CacheUser, num_tokens: int, num_tokens_now: int, prefix: CachedPrefix) -> bool:
+    def reserve(self, row: int, request: CacheUser, num_tokens: int, num_tokens_now: int, prefix: CachedPrefix) -> bool:
         """Starts an unused row with `prefix`, found just before. False, and nothing changed, unless blocks for
-        `num_tokens` tokens are free.
+        `num_tokens` tokens are free. `allocate_reserved` gives it blocks, before anything else is done with a row.
 
         With full attention the row gets slots for all these at once; with local attention for `num_tokens_now`, where
         its first step ends. The full blocks of known tokens that it will compute are awaited from now on.
         """
         assert row not in self._users, f"row {row} is in use"
-        in_prefix = prefix.held_block_ids()
-        if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
+        if prefix.num_cached_tokens:
+            in_prefix = prefix.held_block_ids()
+            if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
+                return False
+            self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
+        elif self.blocks_needed(num_tokens) > self.num_free_blocks:
             return False
-        self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
-        for group, ids in zip(self._groups, prefix.block_ids, strict=True):
-            group.start(row, ids, group.num_slots_at_start(num_tokens, num_tokens_now))
+        num_new = [
+            group.num_new_at_start(num_tokens, num_tokens_now, len(ids))
+            for group, ids in zip(self._groups, prefix.block_ids, strict=True)
+        ]
+        self._reserved.append((row, prefix, num_new))
+        self._num_reserved += sum(num_new)
         self._users[row] = request
         if self.enable_prefix_caching:
-            self._add_awaited(row, request, prefix.num_cached_tokens // self._alignment)
-        self._num_cached[row] = prefix.num_cached_tokens
-        at = np.array([row])
-        self.capacity[at], self._next_publish[at], self._next_release[at] = (
-            self._slots(at),
-            self._publish_at(at),
-            self._release_at(at),
-        )
+            self._index.start(row, request, prefix)
         return True
 
-    def _add_awaited(self, row: int, request: CacheUser, first: int) -> None:
-        """Adds the spans of `_alignment` known tokens from number `first` on to the awaited blocks."""
-        hashes, step = request.block_hashes, self._alignment // self._hash_block_size
-        end = len(request.tokens) // self._alignment
-        self._hasher.extend(hashes, request.tokens, end * step, request.extra_keys)
-        self._awaited.add(row, first, hashes[(first + 1) * step - 1 : end * step : step])
+    def allocate_reserved(self) -> None:
+        """Allocates the blocks of all rows that were reserved."""
+        if not self._reserved:
+            return
+        started, prefixes, num_new = zip(*self._reserved, strict=True)
+        self._reserved, self._num_reserved = [], 0
+        rows = np.array(started)
+        for group, counts in zip(self._groups, np.array(num_new).T, strict=True):
+            group.start(rows, [prefix.block_ids[group.index] for prefix in prefixes], counts)
+        self._num_cached[rows] = [prefix.num_cached_tokens for prefix in prefixes]
+        self.capacity[rows], self._next_publish[rows] = self._slots(rows), self._publish_at(rows)
+        self._next_release[rows] = self._release_at(rows)
 
     def block_ids(self, row: int) -> list[np.ndarray]:
         """By group the row's block table, [num_blocks] int32, 0 before the sliding window. A copy."""
@@ -212,13 +199,13 @@ class KVCacheManager:
         return taken
 
     def extend_by_one(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`extend` by one token for rows [n] int32 without a slot for it; fast path, as almost every step has some."""
+        """`extend` by one token for rows [n] int64 without a slot for it; fast path, as almost every step has some."""
         if len(self._groups) > 1:  # then some groups may have the slot
             return self.extend(rows, self.capacity[rows] + 1)
         (group,) = self._groups
         block_ids = group.extend_by_one(rows)
         self.capacity[rows] += group.block_size
-        return [(rows, block_ids)]
+        return [(rows.astype(np.int32), block_ids)]
 
     def publish(self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray) -> None:
         """Puts the rows' full blocks up to num_confirmed[i] tokens, generated ones too, into the prefix cache.
@@ -232,14 +219,7 @@ class KVCacheManager:
         if not len(due):
             return
         rows, num_confirmed = rows[due], num_confirmed[due]
-        hashes = []
-        for row, count in zip(rows.tolist(), num_confirmed.tolist(), strict=True):
-            user = self._users[row]
-            self._hasher.extend(user.block_hashes, token_ids[row], count // self._hash_block_size, user.extra_keys)
-            self._awaited.drop_first(row, count // self._alignment)
-            hashes.append(user.block_hashes)
-        for group in self._groups:
-            group.publish(rows, token_ids, num_confirmed, hashes)
+        self._index.publish(rows, token_ids, num_confirmed, [self._users[row] for row in rows.tolist()])
         self._next_publish[rows] = self._publish_at(rows)
 
     def release_window(self, rows: np.ndarray, num_confirmed: np.ndarray) -> bool:
@@ -258,16 +238,20 @@ class KVCacheManager:
         self._next_release[rows] = self._release_at(rows)
         return True
 
-    def free(self, row: int) -> None:
-        """Frees every block of the row, its last one first. Published ones stay in the prefix cache until evicted; the
-        caller has published what is confirmed.
+    def free_rows(self, rows: np.ndarray) -> None:
+        """Frees every block of these rows, [n] int64, the last one of each first. Published ones stay in the prefix
+        cache until evicted; the caller has published what is confirmed.
         """
-        del self._users[row]
-        self._awaited.drop(row)
-        self._pool.free(self._live_blocks(row)[::-1])
+        for row in rows.tolist():
+            del self._users[row]
+        if len(self._groups) == 1:
+            self._pool.free(self._groups[0].live_blocks_from_the_end(rows))
+        else:
+            self._pool.free(np.concatenate([self._live_blocks(row)[::-1] for row in rows.tolist()]))
+        self._index.stop(rows)
         for group in self._groups:
-            group.clear(row)
-        self.capacity[row] = 0
+            group.clear(rows)
+        self.capacity[rows] = 0
 
     def _live_blocks(self, row: int) -> np.ndarray:
         """The blocks that the row holds, over all groups in the order of the tokens. [n] int64."""
@@ -318,8 +302,7 @@ class KVCacheManager:
         assert not np.delete(self.capacity, rows).any(), "a row that is not in use has slots"
         assert (self._next_publish[rows] == self._publish_at(rows)).all(), "next_publish disagrees with the tables"
         assert (self._next_release[rows] == self._release_at(rows)).all(), "next_release disagrees with the tables"
-        num_published = (self._publish_at(rows) - self._hash_block_size) // self._alignment
-        self._awaited.check(dict(zip(rows.tolist(), num_published.tolist(), strict=True)))
+        self._index.check(dict(zip(rows.tolist(), self._publish_at(rows).tolist(), strict=True)))
 
 
 def _least(columns: list[np.ndarray]) -> np.ndarray:

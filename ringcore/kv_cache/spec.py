@@ -258,7 +258,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Start-up, the fitting of max_model_len, admission and the scheduler all decide by this function.
         """
-        return sum(group.spec.blocks_needed(num_tokens, self.max_tokens_in_flight) for group in self.groups)
+        return sum([group.spec.blocks_needed(num_tokens, self.max_tokens_in_flight) for group in self.groups])
 
     def max_num_tokens(self, num_blocks: int) -> int:
         """The most tokens, up to max_model_len, of one request that holds at most `num_blocks` blocks."""

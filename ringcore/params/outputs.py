@@ -75,4 +75,6 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or (bool(self.outputs) and all(o.finish_reason is not None for o in self.outputs))
+        if self.error is not None:
+            return True
+        return bool(self.outputs) and None not in [one.finish_reason for one in self.outputs]

@@ -25,10 +25,14 @@ class OutputReader:
         for started in columns.started:
             self._started[started.row] = started
         rows, token_ids, logprobs = columns.rows.tolist(), columns.token_ids.tolist(), columns.logprobs
-        outputs, end = [], 0
-        for row, num_gained in zip(rows, _num_gained(columns), strict=True):
-            begin, end = end, end + num_gained
-            outputs.append(self._output(self._started[row], token_ids[begin:end], logprobs and logprobs[begin:end]))
+        starts = map(self._started.__getitem__, rows)
+        if logprobs is None and columns.num_gained is None and len(rows) == len(token_ids):  # the common case
+            outputs = [_output(started, [one], None) for started, one in zip(starts, token_ids, strict=True)]
+        else:
+            outputs, end = [], 0
+            for started, num_gained in zip(starts, _num_gained(columns), strict=True):
+                begin, end = end, end + num_gained
+                outputs.append(_output(started, token_ids[begin:end], logprobs and logprobs[begin:end]))
         for one in columns.prompt_logprobs:
             index = rows.index(one.row)
             outputs[index] = msgspec.structs.replace(outputs[index], prompt_logprobs=one)
@@ -37,17 +41,21 @@ class OutputReader:
             outputs[index] = msgspec.structs.replace(outputs[index], pooled=pooled)
         return outputs + columns.others
 
-    def _output(
-        self, started: StartedRequest, token_ids: list[int], logprobs: list[TokenLogprobs | None] | None
-    ) -> EngineCoreOutput:
-        return EngineCoreOutput(
-            request_id=started.request_id,
-            new_token_ids=token_ids,
-            logprobs=[one for one in logprobs if one is not None] or None if logprobs else None,
-            num_cached_tokens=started.num_cached_tokens,
-            first_scheduled_s=started.first_scheduled_s,
-            num_preemptions=started.num_preemptions,
-        )
+
+def _output(
+    started: StartedRequest, token_ids: list[int], logprobs: list[TokenLogprobs | None] | None
+) -> EngineCoreOutput:
+    given = [one for one in logprobs if one is not None] or None if logprobs else None
+    return EngineCoreOutput(
+        started.request_id,
+        token_ids,
+        given,
+        None,
+        None,
+        started.num_cached_tokens,
+        started.first_scheduled_s,
+        started.num_preemptions,
+    )
 
 
 def split_into_messages(columns: OutputColumns) -> Iterator[OutputColumns]:

@@ -50,7 +50,9 @@ class Admission:
         params = request.sampling_params
         tokens = self._vocabulary.tokens("prompt_token_ids", request.prompt_token_ids)
         self._check_length(len(tokens))
-        stop_token_ids = list(self._vocabulary.tokens("stop_token_ids", params.stop_token_ids or []))
+        stop_token_ids = []
+        if params.stop_token_ids:
+            stop_token_ids = list(self._vocabulary.tokens("stop_token_ids", params.stop_token_ids))
         self._vocabulary.check(params, request.bad_words_token_ids, len(tokens))
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
         max_total_tokens = self._max_total_tokens
@@ -106,7 +108,7 @@ class Admission:
                 value=num_tokens,
                 max_model_len=self._max_model_len,
             )
-        if not self._kv_cache.can_ever_fit(num_tokens):
+        if num_tokens > self._kv_cache.max_num_tokens:
             needed, usable = self._kv_cache.blocks_needed(num_tokens), self._kv_cache.num_usable_blocks
             raise InvalidRequestError(
                 f"prompt_token_ids: the prompt of {num_tokens} tokens needs {needed} blocks of the KV cache, which has "

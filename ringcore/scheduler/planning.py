@@ -68,7 +68,7 @@ def allocate_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheMana
         lacking = (running.computed >= running.capacity).nonzero()[0]
         if not len(lacking):
             return True
-        rows = running.row_ids[lacking]
+        rows = running.row[lacking]
         # Each needs at most one block in each group: if so many are free, no exact count is needed.
         if len(rows) * len(kv_cache.config.groups) <= kv_cache.num_free_blocks:
             plan.append_blocks(kv_cache.extend_by_one(rows))
@@ -79,7 +79,7 @@ def allocate_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheMana
         after = running.computed[plan.positions] + plan.counts
         short = after > running.capacity[plan.positions]
         lacking, num_tokens = plan.positions[short], after[short]
-        rows = running.row_ids[lacking]
+        rows = running.row[lacking]
     if kv_cache.blocks_missing(rows, num_tokens) > kv_cache.num_free_blocks:
         return False
     if len(rows):

@@ -41,13 +41,16 @@ class StepResults(NamedTuple):
 
         The caller has appended the tokens.
         """
+        candidates = self._candidates(running, stop_tokens)
+        if not candidates and not self.failed:
+            return [], [], []
         requests = [running.request_at(position) for position, _ in self.failed]
         outputs = [
             failure(request, row_error(request, message))
             for request, (_, message) in zip(requests, self.failed, strict=True)
         ]
         indices = []
-        for index in self._candidates(running, stop_tokens):
+        for index in candidates:
             position = index if isinstance(self.positions, slice) else int(self.positions[index])
             request = running.request_at(position)
             last = self._last_output(index, request, int(running.known[position]))
@@ -59,9 +62,11 @@ class StepResults(NamedTuple):
 
     def _candidates(self, running: RunningTable, stop_tokens: StopTokens) -> list[int]:
         """The indices of requests that may be complete, ascending."""
-        hits = stop_tokens.hits(self.token_ids)
+        hits, is_full = stop_tokens.hits(self.token_ids), running.num > 0 and running.room() <= 0
+        if hits is None and not is_full:
+            return []
         candidates = set() if hits is None else set(self.spans.rows_at(hits).tolist())
-        if running.num and running.room() <= 0:
+        if is_full:
             full = running.known[self.positions] >= running.max_total[self.positions]
             candidates.update(np.flatnonzero(full).tolist())
         return sorted(candidates)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+
 from ringcore.kv_cache.manager import CachedPrefix, KVCacheManager
 from ringcore.protocol.steps import NewRequest
 from ringcore.scheduler.request import Request
@@ -27,37 +29,55 @@ class RunningRequests:
         self.table = RunningTable(max_num_seqs, kv_cache.config.max_model_len)
         self.stop_tokens = StopTokens(vocab_size)
         self.finished_rows: list[int] = []
+        self._starting: list[tuple[int, Request, CachedPrefix]] = []  # in their rows, until `finish_starts`
         self._free_rows = list(range(max_num_seqs))
 
     @property
     def has_free_row(self) -> bool:
         return bool(self._free_rows)
 
-    def start(self, request: Request, prefix: CachedPrefix, num_tokens: int, now_s: float) -> NewRequest | None:
-        """Starts a request, whose first step computes `num_tokens` after the cached ones; returns the message for the
-        workers. None, and nothing changed, if too few blocks are free.
+    def start(self, request: Request, prefix: CachedPrefix, num_tokens: int) -> bool:
+        """Starts a request, whose first step computes `num_tokens` after the cached ones. False, and nothing changed,
+        if too few blocks are free. It runs after `finish_starts`, before which nothing else happens.
 
         It gets the blocks of all its tokens at once: a chunked prefill admitted with blocks for its first chunk alone
         could run out of blocks half way, and its work would be lost.
         """
-        row, num_computed = self._free_rows[0], prefix.num_computed_tokens
-        if not self.kv_cache.start(row, request, request.num_tokens_to_hold, num_computed + num_tokens, prefix):
-            return None
+        row, num_tokens_now = self._free_rows[0], prefix.num_computed_tokens + num_tokens
+        if not self.kv_cache.reserve(row, request, request.num_tokens_to_hold, num_tokens_now, prefix):
+            return False
         heapq.heappop(self._free_rows)
-        run = self.table.add(request, row, num_computed, int(self.kv_cache.capacity[row]))
-        request.start(row, run, num_computed, now_s)
-        self.stop_tokens.add(request.stop_token_ids)
+        self._starting.append((row, request, prefix))
+        return True
+
+    def finish_starts(self, now_s: float) -> list[NewRequest]:
+        """Allocates blocks and columns of all requests that started; the messages for the workers, in their order."""
+        if not self._starting:
+            return []
+        (rows, requests, prefixes), self._starting = zip(*self._starting, strict=True), []
+        self.kv_cache.allocate_reserved()
+        computed = [prefix.num_computed_tokens for prefix in prefixes]
+        run = self.table.add(requests, rows, computed, self.kv_cache.capacity[np.array(rows)])
+        messages = []
+        for row, request, prefix in zip(rows, requests, prefixes, strict=True):
+            request.start(row, run, prefix.num_computed_tokens, now_s)
+            self.stop_tokens.add(request.stop_token_ids)
+            messages.append(self._message(row, request, prefix))
+            run += 1
+        return messages
+
+    def _message(self, row: int, request: Request, prefix: CachedPrefix) -> NewRequest:
         return NewRequest(
-            row=row,
-            token_ids=self.table.token_ids[row, : len(request.tokens)].copy(),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_computed,
-            num_cached_tokens=prefix.num_cached_tokens,
-            block_ids=self.kv_cache.block_ids(row),
-            sampling_params=request.sampling_params,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            bad_words_token_ids=request.bad_words_token_ids,
+            row,
+            np.frombuffer(request.tokens, np.int32),
+            request.num_prompt_tokens,
+            prefix.num_computed_tokens,
+            prefix.num_cached_tokens,
+            self.kv_cache.block_ids(row),
+            request.sampling_params,
+            request.seed,
+            request.stop_token_ids,
+            request.bad_words_token_ids,
         )
 
     def stop(self, requests: Sequence[Request]) -> None:
@@ -68,11 +88,12 @@ class RunningRequests:
         positions = [table.position_of(request) for request in requests]
         rows = table.row[positions]
         self.kv_cache.publish(rows, table.token_ids, table.confirmed[positions])
-        for request, row in zip(requests, rows.tolist(), strict=True):
-            self.kv_cache.free(row)
+        self.kv_cache.free_rows(rows)
+        freed = rows.tolist()
+        for request, row in zip(requests, freed, strict=True):
             self.stop_tokens.remove(request.stop_token_ids)
             heapq.heappush(self._free_rows, row)
-            self.finished_rows.append(row)
+        self.finished_rows += freed
         table.remove(positions)
 
     def preempt(self, position: int, now_s: float) -> Request:
@@ -107,6 +128,7 @@ class RunningRequests:
         table = self.table
         table.check()
         rows = table.row.tolist()
+        assert not self._starting, "a request has started, and does not run"
         assert sorted([*rows, *self._free_rows]) == list(range(len(table.requests))), "a row is lost, or twice"
         assert len(set(self.finished_rows)) == len(self.finished_rows), "a row is to be reported twice"
         assert table.capacity.tolist() == self.kv_cache.capacity[rows].tolist(), "capacity disagrees with the cache"

@@ -15,6 +15,7 @@ Matrices by row, like the token ids, do not move.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,6 +38,7 @@ _COLUMNS = (
     "priority",
     "sequence",
 )
+_SCHEDULED = slice(_COLUMNS.index("total"), _COLUMNS.index("computed") + 1)
 
 
 class RunningTable:
@@ -81,35 +83,45 @@ class RunningTable:
             self.priority,
             self.sequence,
         ) = self._matrix[:, : self.num]
+        self._scheduled = self._matrix[_SCHEDULED, : self.num]
         self.row_ids = self.row.astype(np.int32)  # int32 as in messages; like `run_ids` never changed in place
         self.run_ids = self.run.copy()
         self._begins = self.row * self.token_ids.shape[1]  # of their rows in `_all_token_ids`
 
-    def add(self, request: Request, row: int, num_computed_tokens: int, capacity: int) -> int:
-        """Appends a request that starts in `row` with its known tokens; returns its run."""
-        num_tokens, position, run = len(request.tokens), self.num, self._num_runs
-        self._num_runs += 1
-        self._matrix[:, position] = (
-            row,
-            run,
-            num_tokens,
-            num_tokens,
-            num_computed_tokens,
-            num_computed_tokens,
-            -1,
+    def add(
+        self, requests: Sequence[Request], rows: Sequence[int], computed: Sequence[int], capacity: np.ndarray
+    ) -> int:
+        """Appends requests that start, each in its row with its known tokens, of which computed[i] are computed.
+        -> the run of the first; those of the others follow."""
+        first, begin, end = self._num_runs, self.num, self.num + len(requests)
+        self._num_runs += len(requests)
+        lengths = [len(request.tokens) for request in requests]
+        limits = [request.max_total_tokens for request in requests]
+        self._matrix[:, begin:end] = (
+            rows,
+            range(first, self._num_runs),
+            lengths,
+            lengths,
+            computed,
+            computed,
+            [-1] * len(requests),
             capacity,
-            request.max_total_tokens,
-            request.max_gain,
-            request.priority,
-            request.sequence,
+            limits,
+            [request.max_gain for request in requests],
+            [request.priority for request in requests],
+            [request.sequence for request in requests],
         )
-        self.token_ids[row, :num_tokens] = request.tokens
-        self.requests[row], self._positions[row], self._runs[row] = request, position, run
-        self.min_room = min(self.min_room, request.max_total_tokens - num_tokens) if self.num else 0
-        self.has_drafts |= request.max_gain > 1
-        self.num += 1
+        for row, length, request in zip(rows, lengths, requests, strict=True):
+            self.token_ids[row, :length] = request.tokens
+            self.requests[row] = request
+        at = list(rows)
+        self._positions[at], self._runs[at] = np.arange(begin, end), np.arange(first, self._num_runs)
+        room = min(limit - length for limit, length in zip(limits, lengths, strict=True))
+        self.min_room = min(self.min_room, room) if self.num else 0
+        self.has_drafts |= any(request.max_gain > 1 for request in requests)
+        self.num = end
         self._changed()
-        return run
+        return first
 
     def remove(self, positions: list[int]) -> None:
         """Removes these; the others keep their order."""
@@ -134,6 +146,11 @@ class RunningTable:
             ends = spans.repeat(ends) + spans.offsets(len(ends))
         self._all_token_ids[ends] = token_ids
         self.known[positions] += spans.per_row
+
+    def schedule_all(self, num_tokens: int) -> None:
+        """A step computes and samples `num_tokens` tokens of each."""
+        self._scheduled += num_tokens
+        self.min_room -= num_tokens
 
     def confirm_gains(self, positions: np.ndarray | slice, most: np.ndarray, gained: np.ndarray | int) -> None:
         """Replaces the upper bounds of a step, the `most` tokens that each may gain, by what its output says. Of the

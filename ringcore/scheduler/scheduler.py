@@ -233,7 +233,8 @@ class Scheduler:
         self._table.append_tokens(results.positions, results.token_ids, results.spans)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
         prompt_logprobs, pooled = results.prompts_without(others)
-        self._finish(ended)
+        if ended:
+            self._finish(ended)
         if self._running.release_windows():
             self._starter.may_start = True
         if self._quarantine.on_trial is not None:

@@ -47,6 +47,7 @@ class Starter:
         self.num_prefix_hit_tokens = 0
         self.num_prefix_query_tokens = 0
         self.loading = LoadingRequests(waiting, running, clock)
+        self._starting: list[Request] = []  # in this step
         self._started: list[StartedRequest] = []  # not reported to the front end yet
 
     @property
@@ -76,17 +77,27 @@ class Starter:
                 one.num_times_passed += 1
         for request in passed:
             self._waiting.add(request)
+        self._finish_starts(plan)
 
     def start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
         """Starts a request that is not in the queue; False, and nothing changed, if too few blocks are free."""
+        is_started = self._start(request, prefix, plan)
+        self._finish_starts(plan)
+        return is_started
+
+    def _start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
         num_left = len(request.tokens) - prefix.num_computed_tokens
         num_tokens = min(self._max_chunk_tokens(num_left), plan.token_budget)
-        new_request = self._running.start(request, prefix, num_tokens, self._clock())
-        if new_request is None:
+        if not self._running.start(request, prefix, num_tokens):
             return False
-        plan.add_new(new_request, num_tokens)
-        self._started.append(request.to_started())
+        plan.add_new(num_tokens)
+        self._starting.append(request)
         return True
+
+    def _finish_starts(self, plan: StepPlan) -> None:
+        plan.new_requests += self._running.finish_starts(self._clock())
+        self._started += [request.to_started() for request in self._starting]
+        self._starting.clear()
 
     def num_victims_needed(self, request: Request, victims: Sequence[Request]) -> int:
         """How many of these running requests must be preempted, in their order, for the request to start; 0 also if all
@@ -120,7 +131,7 @@ class Starter:
         if not is_worth_starting(plan, num_tokens, self._config.token_budget):
             self.may_start = True
             return False
-        if not self.start(request, prefix, plan):
+        if not self._start(request, prefix, plan):
             return False
         if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.needs_whole_prompt:
             self.num_prefix_hit_tokens += prefix.num_computed_tokens

@@ -95,17 +95,17 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.new_requests and (self.num_running == 0 if self.positions is None else not len(self.positions))
+        return not self.new_counts and (self.num_running == 0 if self.positions is None else not len(self.positions))
 
     @property
     def decodes_all(self) -> bool:
         """Whether every running request gets one token and no request starts."""
-        return self.positions is None and not self.new_requests
+        return self.positions is None and not self.new_counts
 
     @property
     def computes_prompts(self) -> bool:
         """Whether a request gets more than one token, or starts."""
-        return bool(self.new_requests) or (self.counts is not None and bool((self.counts > 1).any()))
+        return bool(self.new_counts) or (self.counts is not None and bool((self.counts > 1).any()))
 
     def schedule_nothing(self) -> None:
         """No request is in the step: it only carries transfers."""
@@ -118,9 +118,8 @@ class StepPlan:
             rows.append(more_rows)
             block_ids.append(more_ids)
 
-    def add_new(self, request: NewRequest, num_tokens: int) -> None:
-        """Adds a request that starts, with its first `num_tokens` tokens."""
-        self.new_requests.append(request)
+    def add_new(self, num_tokens: int) -> None:
+        """Counts a request that starts with `num_tokens` tokens; its message is appended to `new_requests` later."""
         self.new_counts.append(num_tokens)
         self.token_budget -= num_tokens
 
@@ -128,9 +127,7 @@ class StepPlan:
         """Puts the step in flight: its tokens count as computed, and those that it will sample as existing."""
         max_gained = None if self.max_gained is None else self._launch_drafts(self.max_gained, running)
         if self.decodes_all:
-            running.computed += num_steps
-            running.total += num_steps
-            running.min_room -= num_steps
+            running.schedule_all(num_steps)
             rows, runs = running.row_ids, running.run_ids
             return StepInFlight(step, num_steps, running.version, rows, runs, None, None, max_gained)
         positions, counts = self._all_shares(running.num)
@@ -164,15 +161,15 @@ class StepPlan:
     def to_output(self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool) -> SchedulerOutput:
         """repeats_rows: whether the step's rows are those of the previous step, in its order."""
         return SchedulerOutput(
-            step=step.step,
-            num_steps=step.num_steps,
-            finished_rows=int_array(finished_rows) if finished_rows else _NONE,
-            new_requests=self.new_requests,
-            new_blocks=[_new_blocks(rows, block_ids) for rows, block_ids in self.new_blocks],
-            rows=None if repeats_rows else step.rows,
-            num_scheduled_tokens=None if step.counts is None else int_array(step.counts),
-            num_tokens=step.num_tokens,
-            max_gained=None if step.max_gained is None else int_array(step.max_gained),
+            step.step,
+            step.num_steps,
+            int_array(finished_rows) if finished_rows else _NONE,
+            self.new_requests,
+            [_new_blocks(rows, block_ids) for rows, block_ids in self.new_blocks],
+            None if repeats_rows else step.rows,
+            None if step.counts is None else int_array(step.counts),
+            step.num_tokens,
+            None if step.max_gained is None else int_array(step.max_gained),
         )
 
 

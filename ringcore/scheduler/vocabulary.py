@@ -37,8 +37,7 @@ class Vocabulary:
             tokens = array("i", token_ids)
         except (TypeError, OverflowError):  # not integers, or wider than 32 bits
             raise self._not_in_vocabulary(field, token_ids) from None
-        ids = np.frombuffer(tokens, dtype=np.int32)
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.size):
+        if len(tokens) and np.frombuffer(tokens, np.uint32).max() >= self.size:  # a negative id is a large one there
             raise self._not_in_vocabulary(field, token_ids)
         return tokens
 

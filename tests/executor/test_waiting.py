@@ -125,6 +125,42 @@ def test_a_short_sleep_makes_patient_and_a_long_one_does_not():
     assert budget.seconds == 200e-6
 
 
+def test_who_loses_the_core_twice_in_a_row_sleeps_at_once_for_a_while():
+    budget, taken_s = SpinBudget(200e-6), 0.004
+
+    def lose_core(until: float) -> bool:
+        time.sleep(until + taken_s - time.monotonic())
+        return True
+
+    assert budget.spin(lose_core)
+    assert budget.seconds == 200e-6  # once may be anything
+    assert budget.spin(lose_core)
+    assert budget.seconds == 0.0
+    looks: list[float] = []
+    before = time.monotonic()
+    assert not budget.spin(lambda until: looks.append(until) or False)  # one look, without a yield
+    assert looks[0] <= time.monotonic()
+    assert looks[0] >= before
+
+
+def test_a_rest_grows_while_the_core_stays_taken_and_ends_when_it_is_free():
+    budget, now = SpinBudget(200e-6), time.monotonic()
+    for rest_s in (waiting.REST_S, 2 * waiting.REST_S, 4 * waiting.REST_S):
+        budget.spun(until=now, ended=now + 0.004)
+        if rest_s == waiting.REST_S:
+            assert budget.seconds_at(now + 0.004) == 200e-6
+            budget.spun(until=now, ended=now + 0.004)
+        assert budget.seconds_at(now + 0.004 + 0.9 * rest_s) == 0.0
+        now += 0.004 + 1.1 * rest_s
+        assert budget.seconds_at(now) == 200e-6  # it looks again
+    for _ in range(9):
+        budget.spun(until=now, ended=now + 0.004)
+    assert budget.seconds_at(now + 0.005 + waiting.MAX_REST_S) == 200e-6
+    budget.spun(until=now, ended=now)
+    budget.spun(until=now, ended=now + 0.004)
+    assert budget.seconds_at(now + 0.005 + waiting.MAX_REST_S) == 200e-6
+
+
 def test_who_does_not_spin_never_begins_to():
     budget = SpinBudget(0.0)
     budget.slept(1e-5)

@@ -55,6 +55,13 @@ class User:
         self.block_hashes: list[bytes] = []
 
 
+def start_row(cache: KVCacheManager, row: int, user: User, num_tokens: int, num_now: int, prefix: CachedPrefix) -> bool:
+    """A row that starts alone."""
+    is_started = cache.reserve(row, user, num_tokens, num_now, prefix)
+    cache.allocate_reserved()
+    return is_started
+
+
 class CacheDriver:
     """Rows over a cache; `check()` after every operation."""
 
@@ -76,7 +83,7 @@ class CacheDriver:
         prefix = self.cache.find_cached_prefix(user)
         num_tokens = len(user.tokens) if num_tokens is None else num_tokens
         num_now = num_tokens if num_now is None else num_now
-        if not self.cache.start(row, user, num_tokens, num_now, prefix):
+        if not start_row(self.cache, row, user, num_tokens, num_now, prefix):
             self.check()
             return False
         self.token_ids[row, : len(user.tokens)] = user.tokens
@@ -114,7 +121,7 @@ class CacheDriver:
         return np.array([*self.confirmed], np.int64), np.array([*self.confirmed.values()], np.int64)
 
     def free(self, row: int) -> None:
-        self.cache.free(row)
+        self.cache.free_rows(np.array([row]))
         del self.computed[row], self.confirmed[row]
         self.check()
 

@@ -191,7 +191,7 @@ def test_our_own_bugs_are_noticed():
     [
         ("_num_empty", 4, "free blocks and reference counts"),
         ("_stack", np.array([2, 2, 3, 4, 5, 6, 7, 0], np.int32), "free twice"),
-        ("_group_of", np.full(8, -1, np.int16), "a block has a group and no hash|evictable, no hash"),
+        ("_group_of", np.full(8, -1, np.int16), "a group, and no hash or stamp"),
         ("_cached", [{}], "maps and the blocks"),
     ],
 )

@@ -6,7 +6,7 @@ The slots of the model hold what the kernels would have written; every token tha
 from __future__ import annotations
 
 import numpy as np
-from cache_driver import User, cache_config, chunked, full, latent, window
+from cache_driver import User, cache_config, chunked, full, latent, start_row, window
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -176,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def free(self, at: int) -> None:
         """Returns what ran, as it would come again."""
-        self.cache.free(at)
+        self.cache.free_rows(np.array([at]))
         row = self.rows.pop(at)
         if row.num_known < MAX_PROMPT:
             row.user.tokens.extend(row.tokens[row.num_prompt_tokens : row.num_known])
@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
         needed = self.cache.blocks_needed(num_tokens) - len(in_prefix & in_use)
         num_free = self.cache.num_free_blocks
         assert self.cache.blocks_to_start(num_tokens, prefix) == needed
-        started = self.cache.start(at, user, num_tokens, num_now, prefix)
+        started = start_row(self.cache, at, user, num_tokens, num_now, prefix)
         assert started == (needed <= num_free)
         if not started:
             assert self.cache.num_free_blocks == num_free
@@ -331,7 +331,7 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "cache"):
             for at in list(self.rows):
-                self.cache.free(at)
+                self.cache.free_rows(np.array([at]))
             self.cache.check({}, {})
             assert self.cache.num_free_blocks == self.cache.num_usable_blocks
             assert not self.cache.capacity.any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_driver import CacheDriver, User, cache_config, full
+from cache_driver import CacheDriver, User, cache_config, full, start_row
 
 from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
 from ringcore.kv_cache.cached_prefix import CachedPrefix
@@ -173,7 +173,7 @@ def test_of_twins_the_first_stays_the_one_found():
     """Both began before either had anything to share."""
     driver = CacheDriver()
     for row in (0, 1):
-        assert driver.cache.start(row, User(range(9)), 9, 9, driver.cache.no_prefix())
+        assert start_row(driver.cache, row, User(range(9)), 9, 9, driver.cache.no_prefix())
         driver.token_ids[row, :9] = range(9)
         driver.computed[row], driver.confirmed[row] = 9, 4
     driver.publish()
@@ -214,8 +214,9 @@ def test_images_are_kept_apart_from_the_block_that_shows_them():
 class CollidingHasher(BlockHasher):
     """Gives the blocks of one number the same name, whatever they hold."""
 
-    def extend(self, hashes, tokens, num_blocks, extra_keys=ExtraKeys()):  # noqa: B008
-        hashes.extend(str(number).encode() for number in range(len(hashes), num_blocks))
+    def append(self, hashes, data, extra_keys=ExtraKeys()):  # noqa: B008
+        first, num_blocks = len(hashes), len(data) // 4 // self.block_size
+        hashes.extend(str(number).encode() for number in range(first, first + num_blocks))
 
 
 def test_a_collision_is_no_hit():
@@ -249,7 +250,7 @@ def test_a_block_that_a_running_row_computes_is_awaited():
 def test_a_row_that_goes_computes_nothing_more():
     driver = CacheDriver(num_blocks=20)
     for row in (0, 1):
-        assert driver.cache.start(row, User(range(8)), 8, 8, driver.cache.no_prefix())
+        assert start_row(driver.cache, row, User(range(8)), 8, 8, driver.cache.no_prefix())
         driver.computed[row], driver.confirmed[row] = 8, 0
     for row, is_awaited in ((1, True), (0, False)):
         driver.free(row)
@@ -283,7 +284,7 @@ def test_a_large_pool_costs_little():
     cache = KVCacheManager(cache_config(full(16), num_blocks=1_000_000, max_model_len=100_000), max_num_seqs=256)
     assert cache.num_free_blocks == 999_999
     user = User(range(64))
-    assert cache.start(255, user, 64, 64, cache.find_cached_prefix(user))
+    assert start_row(cache, 255, user, 64, 64, cache.find_cached_prefix(user))
     assert cache.block_ids(255)[0].tolist() == [1, 2, 3, 4]
 
 

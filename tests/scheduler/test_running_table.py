@@ -19,7 +19,7 @@ def start(table: RunningTable, row: int, tokens: list[int], max_total_tokens: in
     request = Request(
         wire, array("i", tokens), sequence=100 + row, max_total_tokens=max_total_tokens, stop_token_ids=[], seed=0
     )
-    run = table.add(request, row, num_computed_tokens=0, capacity=16)
+    run = table.add([request], [row], computed=[0], capacity=np.array([16]))
     request.start(row, run, num_cached_tokens=0, now_s=0.0)
     table.has_prefill = True
     table.check()
