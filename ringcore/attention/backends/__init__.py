@@ -9,10 +9,12 @@ import torch
 from ringcore.attention.backend import PagedBackend
 from ringcore.attention.backends.cpu_attn import CpuAttnBackend
 from ringcore.attention.backends.flash_attn import FlashAttnBackend
+from ringcore.attention.backends.paged_rows import PagedRowsBackend
 from ringcore.attention.backends.torch_mla import TorchMLABackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.attention.backends.triton import TritonBackend
 from ringcore.attention.backends.triton_mla import TritonMLABackend
+from ringcore.attention.backends.triton_rows import TritonRowsBackend
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
 from ringcore.kv_cache.spec import KVCacheSpec
@@ -27,6 +29,8 @@ BACKENDS: dict[str, type[PagedBackend]] = {
     CpuAttnBackend.name: CpuAttnBackend,
     TorchSdpaBackend.name: TorchSdpaBackend,
     TorchMLABackend.name: TorchMLABackend,
+    PagedRowsBackend.name: PagedRowsBackend,
+    TritonRowsBackend.name: TritonRowsBackend,
 }
 
 

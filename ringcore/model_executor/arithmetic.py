@@ -1,0 +1,116 @@
+"""Which algorithms compute a model's operations: the fastest for the shapes of a step, or those that give a row the
+same bits in every step.
+
+This is the one place that knows the engine option `deterministic`: a layer asks for its linear schemes, its row
+operations, its ranks and its experts, and takes what it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Literal, Protocol
+
+import torch
+
+from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.rank_order import RankOrdered
+from ringcore.errors import ConfigError
+from ringcore.kernels.expert_matrices import ExpertWeight, Routing
+from ringcore.model_executor.linear_schemes.invariant_experts import InvariantExperts
+from ringcore.model_executor.linear_schemes.invariant_product import ONE_SIZE, multiply_in_tiles
+from ringcore.model_executor.linear_schemes.invariant_scheme import InvariantScheme
+from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+from ringcore.native.compiled import NoLibrary
+from ringcore.native.row_kernels import row_kernels
+
+__all__ = ["FASTEST", "Arithmetic", "BatchInvariant", "Route", "RowOperations", "arithmetic_of"]
+
+Route = Callable[[torch.Tensor, torch.Tensor], Routing]  # x [n, hidden_size], weight [num_experts, hidden_size]
+
+
+class RowOperations(Protocol):
+    """On a CPU, of float32: see `RowKernels`."""
+
+    def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def gate(self, gate_up: torch.Tensor, activation: Literal["silu", "gelu_tanh"]) -> torch.Tensor: ...
+
+    def rotate(self, x: torch.Tensor, rotation: torch.Tensor) -> None: ...
+
+
+class Arithmetic:
+    """The fastest."""
+
+    is_batch_invariant = False
+    row_operations: RowOperations | None = None  # None: those of the layer
+
+    def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
+        """Of the linears of a model whose matrices are stored as `scheme_of` says."""
+        return scheme_of
+
+    def ranks(self, tp: TensorParallel) -> TensorParallel:
+        """The collectives of a model's layers."""
+        return tp
+
+    def expert_weight(self, weight: ExpertWeight) -> ExpertWeight:
+        """The products of the experts of a layer."""
+        return weight
+
+    def route(self, route: Route) -> Route:
+        """The router of a layer, on a CPU. Raises `ConfigError`."""
+        return route
+
+
+FASTEST = Arithmetic()
+
+
+class BatchInvariant(Arithmetic):
+    is_batch_invariant = True
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises `ConfigError` where the device has not what it takes."""
+        self._device = device
+        self._known: dict[Hashable, tuple[int, ...]] = {}
+        if device.type == "cpu":
+            try:
+                self.row_operations = row_kernels()
+            except NoLibrary as reason:
+                raise ConfigError(
+                    f"deterministic=True: on a CPU its kernels are compiled when it starts: {reason}; install a C "
+                    "compiler, or give deterministic=False",
+                    option="deterministic",
+                    value=True,
+                ) from reason
+
+    def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
+        return lambda matrix: InvariantScheme(scheme_of(matrix), self._known)
+
+    def ranks(self, tp: TensorParallel) -> TensorParallel:
+        return tp if tp.size == 1 else RankOrdered(tp)
+
+    def expert_weight(self, weight: ExpertWeight) -> ExpertWeight:
+        return InvariantExperts(weight)
+
+    def route(self, route: Route) -> Route:
+        if self._device.type != "cpu":
+            raise ConfigError(
+                "deterministic=True: the kernels of a mixture of experts on a GPU depend on the number of tokens; give "
+                "a dense model, device='cpu', or deterministic=False",
+                option="deterministic",
+                value=True,
+            )
+
+        def routed(x: torch.Tensor, weight: torch.Tensor) -> Routing:
+            def packed(rows: torch.Tensor) -> torch.Tensor:
+                found = route(rows, weight)
+                return torch.cat((found.experts.double(), found.weights.double()), 1)
+
+            experts, weights = multiply_in_tiles(packed, x, ONE_SIZE).chunk(2, 1)
+            return Routing(experts.long(), weights.to(x.dtype))
+
+        return routed
+
+
+def arithmetic_of(deterministic: bool, device: torch.device) -> Arithmetic:
+    """deterministic: the engine option. Raises `ConfigError`."""
+    return BatchInvariant(device) if deterministic else FASTEST
