@@ -8,7 +8,7 @@ from ringcore.config.value_checks import bad_value
 
 __all__ = ["check_deterministic"]
 
-_BACKENDS = ("auto", "paged_rows", "triton_rows")  # whose attention is batch-invariant
+_BACKENDS = ("auto", "cpu_attn", "triton_rows")  # whose attention is batch-invariant
 
 
 def check_deterministic(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, device: DeviceConfig) -> None:

@@ -1,48 +1,38 @@
 """Which algorithms compute a model's operations: the fastest for the shapes of a step, or those that give a row the
 same bits in every step.
 
-This is the one place that knows the engine option `deterministic`: a layer asks for its linear schemes, its row
-operations, its ranks and its experts, and takes what it gets.
+This is the one place that knows the engine option `deterministic`: a layer asks for its linear schemes, its
+ranks and its experts, and takes what it gets. Norms, gates and rotations are kernels that compute each row by itself
+anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Literal, Protocol
 
 import torch
 
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.rank_order import RankOrdered
 from ringcore.errors import ConfigError
-from ringcore.kernels.expert_matrices import ExpertWeight, Routing
+from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertWeight, Routing
+from ringcore.kernels.native.attention_kernels import attention_kernel
+from ringcore.kernels.native.row_kernels import row_kernels
 from ringcore.model_executor.linear_schemes.invariant_experts import InvariantExperts
 from ringcore.model_executor.linear_schemes.invariant_product import ONE_SIZE, multiply_in_tiles
 from ringcore.model_executor.linear_schemes.invariant_scheme import InvariantScheme
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
-from ringcore.native.compiled import NoLibrary
-from ringcore.native.row_kernels import row_kernels
 
-__all__ = ["FASTEST", "Arithmetic", "BatchInvariant", "Route", "RowOperations", "arithmetic_of"]
+__all__ = ["FASTEST", "Arithmetic", "BatchInvariant", "Route", "arithmetic_of"]
 
 Route = Callable[[torch.Tensor, torch.Tensor], Routing]  # x [n, hidden_size], weight [num_experts, hidden_size]
-
-
-class RowOperations(Protocol):
-    """On a CPU, of float32: see `RowKernels`."""
-
-    def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor: ...
-
-    def gate(self, gate_up: torch.Tensor, activation: Literal["silu", "gelu_tanh"]) -> torch.Tensor: ...
-
-    def rotate(self, x: torch.Tensor, rotation: torch.Tensor) -> None: ...
 
 
 class Arithmetic:
     """The fastest."""
 
     is_batch_invariant = False
-    row_operations: RowOperations | None = None  # None: those of the layer
+    expert_gate: Activate = ExpertGate()  # of the experts of native models
 
     def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
         """Of the linears of a model whose matrices are stored as `scheme_of` says."""
@@ -71,16 +61,17 @@ class BatchInvariant(Arithmetic):
         """Raises `ConfigError` where the device has not what it takes."""
         self._device = device
         self._known: dict[Hashable, tuple[int, ...]] = {}
-        if device.type == "cpu":
-            try:
-                self.row_operations = row_kernels()
-            except NoLibrary as reason:
-                raise ConfigError(
-                    f"deterministic=True: on a CPU its kernels are compiled when it starts: {reason}; install a C "
-                    "compiler, or give deterministic=False",
-                    option="deterministic",
-                    value=True,
-                ) from reason
+        if device.type != "cpu":
+            return
+        kernels = row_kernels()
+        if kernels is None or attention_kernel() is None:
+            raise ConfigError(
+                "deterministic=True: on a CPU its kernels are compiled when it starts, and there is no C compiler that "
+                "does; install one (cc, gcc or clang), or give deterministic=False",
+                option="deterministic",
+                value=True,
+            )
+        self.expert_gate = kernels.silu_and_mul
 
     def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
         return lambda matrix: InvariantScheme(scheme_of(matrix), self._known)

@@ -71,7 +71,7 @@ def test_a_token_has_the_same_bits_in_every_step(name: str, steps: str, shape: d
     assert torch.equal(outputs_of(name, STEPS[steps], False, **shape), alone)
 
 
-def test_the_default_of_a_cpu_is_not_batch_invariant() -> None:
+def test_torch_has_no_batch_invariant_attention() -> None:
     """What the option is for; should torch's kernels come to agree, this test may go."""
     alone = outputs_of("torch_sdpa", [[(0, LENS[0])]], True)
     others = [outputs_of("torch_sdpa", steps, False) for steps in STEPS.values()]

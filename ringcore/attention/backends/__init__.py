@@ -9,7 +9,6 @@ import torch
 from ringcore.attention.backend import PagedBackend
 from ringcore.attention.backends.cpu_attn import CpuAttnBackend
 from ringcore.attention.backends.flash_attn import FlashAttnBackend
-from ringcore.attention.backends.paged_rows import PagedRowsBackend
 from ringcore.attention.backends.torch_mla import TorchMLABackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.attention.backends.triton import TritonBackend
@@ -29,7 +28,6 @@ BACKENDS: dict[str, type[PagedBackend]] = {
     CpuAttnBackend.name: CpuAttnBackend,
     TorchSdpaBackend.name: TorchSdpaBackend,
     TorchMLABackend.name: TorchMLABackend,
-    PagedRowsBackend.name: PagedRowsBackend,
     TritonRowsBackend.name: TritonRowsBackend,
 }
 

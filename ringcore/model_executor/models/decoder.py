@@ -47,7 +47,7 @@ class DenseDecoder(CausalLM):
         redundant_experts: int | None = None,
         arithmetic: Arithmetic = FASTEST,
     ) -> None:
-        tp, rows = arithmetic.ranks(tp), arithmetic.row_operations
+        tp = arithmetic.ranks(tp)
         self.hidden_size = size = spec.hidden_size
         self.vocab_size, self.stage = spec.vocab_size, stage
         expert_parallel = expert_parallel and tp.size > 1
@@ -58,14 +58,13 @@ class DenseDecoder(CausalLM):
         scale = float(torch.tensor(size**0.5).to(dtype))
         self._embedding_scale = scale if self.family.scaled_embeddings else None
         ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
-        self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len, rows) for rope in ropes]
+        self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len) for rope in ropes]
         split = expert_parallel, redundant_experts, arithmetic
         layers = [
             self.build_layer(LayerBuilder(index, spec, tp, dtype, self.family, scheme_of, *split))
             for index in range(spec.num_layers)
         ]
-        plus_one = self.family.norm_plus_one
-        self.norm = RMSNorm("norm", "model.norm", size, spec.rms_norm_eps, dtype, plus_one=plus_one, rows=rows)
+        self.norm = RMSNorm("norm", "model.norm", size, spec.rms_norm_eps, dtype, plus_one=self.family.norm_plus_one)
         tied = self.embed_tokens if spec.tie_word_embeddings else None
         of_head = arithmetic.schemes(scheme_of)
         self.lm_head = ParallelLMHead(

@@ -91,14 +91,13 @@ class LayerBuilder:
             self.column_linear("gate_up_proj", outputs, bias=spec.mlp_bias),
             self.row_linear("down_proj", "mlp.down_proj", spec.intermediate_size, bias=spec.mlp_bias),
             self.family.activation,
-            self.arithmetic.row_operations,
         )
 
     def norm(self, name: str, checkpoint_name: str) -> RMSNorm:
         """Over the hidden size."""
         names = self.in_model(name), self.in_checkpoint(checkpoint_name)
         size, eps, plus_one = self.spec.hidden_size, self.spec.rms_norm_eps, self.family.norm_plus_one
-        return RMSNorm(*names, size, eps, self.dtype, plus_one=plus_one, rows=self.arithmetic.row_operations)
+        return RMSNorm(*names, size, eps, self.dtype, plus_one=plus_one)
 
     def head_norm(self, num_heads: tuple[int, int], order: tuple[int, ...]) -> HeadNorm:
         """num_heads: of q and of k; order: of the entries of a head, as in `WeightPart`."""
@@ -112,7 +111,6 @@ class LayerBuilder:
             self.dtype,
             order,
             plus_one=self.family.norm_plus_one,
-            rows=self.arithmetic.row_operations,
         )
 
     def post_normed(self, inner: Sublayer, name: str, checkpoint_name: str | None) -> Sublayer:

@@ -11,8 +11,6 @@ from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.expert_matrices import (
-    Activate,
-    ExpertGate,
     ExpertMatrices,
     ExpertWeight,
     Routing,
@@ -21,7 +19,6 @@ from ringcore.kernels.expert_matrices import (
 from ringcore.model_executor import ops
 from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.expert_schemes.stacked import stacked_scheme, stacked_weight
-from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.layers.norm import AnyNorm
@@ -146,17 +143,13 @@ class Experts(WeightedLayer):
         if self.slots is not None:
             self.slots.bind(up.device, of_slots, self.refresh)
         self._matrices = ExpertMatrices(up, down, first=0 if self.slots is None else self.slots.first)
-        self._bound = BoundExperts(self._matrices, self._gate(), self._tp, slots=self.slots)
+        self._bound = BoundExperts(self._matrices, self._arithmetic.expert_gate, self._tp, slots=self.slots)
 
     def _bound_weight(self, shard: LinearShard, tensors: Tensors, of_slots: list[SlotTensor]) -> ExpertWeight:
         declared = self._scheme.weights(shard)
         bound = {suffix: tensors.pop(weight.name) for suffix, weight in declared.items()}
         of_slots += [SlotTensor(bound[suffix], weight.arrangement) for suffix, weight in declared.items()]
         return self._arithmetic.expert_weight(stacked_weight(self._scheme, shard, bound, len(self._own)))
-
-    def _gate(self) -> Activate:
-        rows = self._arithmetic.row_operations
-        return ExpertGate() if rows is None else bind_activation("silu", torch.device("cpu"), rows)
 
     def refresh(self) -> None:
         self._matrices.up.refresh()
