@@ -5,6 +5,7 @@ from __future__ import annotations
 from ringcore.checkpoint import ModelSpec
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from ringcore.config.value_checks import bad_value
+from ringcore.errors import ConfigError
 
 __all__ = ["check_deterministic"]
 
@@ -34,5 +35,5 @@ def check_deterministic(model: ModelConfig, cache: CacheConfig, parallel: Parall
         raise _refused(reason, f"give one of {', '.join(_BACKENDS)}")
 
 
-def _refused(reason: str, remedy: str) -> Exception:
+def _refused(reason: str, remedy: str) -> ConfigError:
     return bad_value("deterministic", True, f"{reason}; {remedy}, or deterministic=False")

@@ -1,7 +1,7 @@
 """Which algorithms compute a model's operations: the fastest for the shapes of a step, or those that give a row the
 same bits in every step.
 
-This is the one place that knows the engine option `deterministic`: a layer asks for its linear schemes, its
+Of a model this is the one place that knows the engine option `deterministic`: a layer asks for its linear schemes, its
 ranks and its experts, and takes what it gets. Norms, gates and rotations are kernels that compute each row by itself
 anyway.
 """
