@@ -8,6 +8,7 @@ BENCHMARKS = {
     "startup": "benchmarks.startup:Startup",
     "footprint": "benchmarks.footprint:Footprint",
     "accuracy": "benchmarks.accuracy:Accuracy",
+    "deterministic": "benchmarks.deterministic:Deterministic",
     "gguf_decode": "benchmarks.gguf_decode:GgufDecode",
     "message_queue": "benchmarks.message_queue:MessageQueue",
     "ray_executor": "benchmarks.ray_executor:RayExecutorCost",

@@ -21,7 +21,7 @@ class Ringcore(Engine):
         self._llm_class, self._sampling_class = LLM, SamplingParams
 
     def construct(self, model: str, settings: Mapping[str, Any]) -> None:
-        self._llm = self._llm_class(model, dtype="float32", **settings)
+        self._llm = self._llm_class(model, **{"dtype": "float32", **settings})
 
     def generate(self, prompts: list[str], max_tokens: int) -> list[list[int]]:
         greedy = self._sampling_class(temperature=0, max_tokens=max_tokens, ignore_eos=True)

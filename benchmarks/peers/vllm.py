@@ -21,7 +21,8 @@ class Vllm(Engine):
         self._llm_class, self._sampling_class = LLM, SamplingParams
 
     def construct(self, model: str, settings: Mapping[str, Any]) -> None:
-        self._llm = self._llm_class(model=model, dtype="float32", enforce_eager=settings["mode"] == "eager")
+        dtype, is_eager = settings.get("dtype", "float32"), settings["mode"] == "eager"
+        self._llm = self._llm_class(model=model, dtype=dtype, enforce_eager=is_eager)
 
     def generate(self, prompts: list[str], max_tokens: int) -> list[list[int]]:
         greedy = self._sampling_class(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -25,6 +25,8 @@ class PagedBackend(ABC):
     name: ClassVar[str]
     # Whether the layer writes what a step's tokens store to their slots, by a kernel of its own, before `forward`.
     accepts_prewritten_kv: ClassVar[bool] = False
+    # Whether a token's output has the same bits alone, in any batch, in a prompt, a chunk or a decode.
+    is_batch_invariant: ClassVar[bool] = False
 
     def __init__(
         self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()

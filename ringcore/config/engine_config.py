@@ -16,6 +16,7 @@ import msgspec
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.model_files import find_tokenizer
+from ringcore.config.deterministic_checks import check_deterministic
 from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.config.option_checks import check_kv_cache_dtype, check_together, check_values
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -92,6 +93,7 @@ class EngineConfig:
         }
         config = cls(**parts)
         check_together(config.model, config.scheduler, config.parallel, config.device)
+        check_deterministic(config.model, config.cache, config.parallel, config.device)
         check_kv_cache_dtype(config.cache.kv_cache_dtype, spec, FAMILIES)
         return config if config.device.device == "auto" else config.on_device(config.device.device)
 

@@ -20,7 +20,10 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 EXECUTORS = ("multiproc", "uniproc", "ray")
-ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "cpu_attn", "torch_sdpa", "triton_mla", "torch_mla")
+ATTENTION_BACKENDS = (
+    *("auto", "triton", "flash_attn", "cpu_attn", "torch_sdpa"),
+    *("triton_mla", "torch_mla", "triton_rows"),
+)
 DEVICE_MEMORY = ("auto", "arena", "plain")
 LARGE_MESSAGES = ("memfd", "zmq")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance", "xgrammar")
@@ -58,6 +61,11 @@ class ModelConfig:
         None, "prompt and completion together, in tokens; None means the model's own, auto as much of it as fits"
     )
     seed: int = _option(0, "seeds dummy weights and the seeds of requests that bring none")
+    deterministic: bool = _option(
+        False,
+        "give a request the same tokens and log-probabilities, bit for bit, alone, in any batch, however its prompt is "
+        "cut into steps, on one machine with the same dtype and tensor_parallel_size",
+    )
     generation_config: str = _option(
         "auto",
         f"one of {', '.join(GENERATION_CONFIGS)}: sampling parameters that a request does not give are those of the "

@@ -71,6 +71,7 @@ def _paged_attention_prefill(
     tile_rows: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
+    all_masked: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One program per KV head and query tile, the last tiles first: of a prompt they have the most to read."""
@@ -132,6 +133,8 @@ def _paged_attention_prefill(
             blocks = next_blocks
         start = window_end
         unmasked_end = tl.maximum(unmasked_end, window_end)
+    if all_masked:  # a score has the same roundings whatever the rows beside it see
+        unmasked_end = start
     for at in tl.range(start, unmasked_end, tile_tokens, num_stages=stages):
         next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
         row_max, row_sum, acc = attend_tile(
@@ -186,7 +189,7 @@ def paged_attention_prefill(
     query_start_loc: torch.Tensor,
     scale: float,
     *,
-    max_query_len: int,
+    max_query_len: int | None,
     window: int | None = None,
     chunk: int | None = None,
     softcap: float | None = None,
@@ -201,9 +204,10 @@ def paged_attention_prefill(
     block_table: [num_seqs, max_blocks] int32. seq_lens: [num_seqs] int32, including this step's tokens.
     query_start_loc: [num_seqs + 1] int32: sequence i has the tokens query_start_loc[i] to query_start_loc[i + 1], of
     which there may be none; the first sequence may begin after token 0. max_query_len: an upper bound; it chooses the
-    tile size and nothing else. scale: of the scores, above 0. softcap, sinks: as for `paged_attention_decode`. out:
-    [num_tokens, num_heads, v_head_size], contiguous. Returns `out`, in which rows of tokens outside all sequences are
-    not written. The launch depends on shapes and on the arguments that are not tensors, and on no number in a tensor.
+    tile size and nothing else; None: a token has the same bits beside any others. scale: of the scores, above 0.
+    softcap, sinks: as for `paged_attention_decode`. out: [num_tokens, num_heads, v_head_size], contiguous. Returns
+    `out`, in which rows of tokens outside all sequences are not written. The launch depends on shapes and on the
+    arguments that are not tensors, and on no number in a tensor.
     """
     num_tokens, num_heads, head_size = check_rows(query)
     page = PageLayout.of(kv_cache, head_size)
@@ -224,7 +228,7 @@ def paged_attention_prefill(
         return out
     group = num_heads // num_kv_heads
     width, v_width = padded_head_size(head_size), padded_head_size(page.v_head_size)
-    tiles = _Tiles.choose(max_query_len * group, group, max(width, v_width), query.element_size())
+    tiles = _Tiles.choose((max_query_len or 1) * group, group, max(width, v_width), query.element_size())
     scale_log2, softcap_log2 = score_factors(scale, softcap)
     num_tiles = num_tokens // (tiles.rows // group) + num_seqs
     pdl = supports_pdl(query.device)
@@ -239,9 +243,7 @@ def paged_attention_prefill(
         scale_log2,
         softcap_log2,
         query.stride(0),
-        block_table.stride(0),
-        num_seqs,
-        num_tiles,
+        *(block_table.stride(0), num_seqs, num_tiles),
         **page._asdict(),
         group=group,
         width=width,
@@ -251,6 +253,7 @@ def paged_attention_prefill(
         tile_rows=tiles.rows,
         tile_tokens=tiles.tokens,
         stages=tiles.stages,
+        all_masked=max_query_len is None,
         pdl=pdl,
         num_warps=tiles.num_warps,
         **launch_options(pdl),

@@ -208,7 +208,7 @@ def _launch_dot(
     num_outputs = out.shape[1]
     if isinstance(x, RoundedRows):
         _check_groups(x, weight, config)
-    block_rows = max(16, triton.next_power_of_2(min(num_rows, config.block_rows)))
+    block_rows = max(config.least_rows, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
     assert 1 <= num_rows <= _MAX_ROW_BLOCKS * config.block_rows or config.splits == 1, (num_rows, config)
     assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config

@@ -212,13 +212,15 @@ class LogprobTensors(NamedTuple):
     ranks: torch.Tensor  # [n, 1 + count] int64
 
 
-def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobTensors:
+def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int, by_row: bool = False) -> LogprobTensors:
     """Natural-log probabilities under the raw logits [n, vocab_size]: of token_ids [n] and the `count` most likely.
 
-    A rank is 1 + the number of tokens with a larger logit. Does not synchronise with the device.
+    A rank is 1 + the number of tokens with a larger logit. by_row: the sums of a row do not depend on the number of
+    rows. Does not synchronise with the device.
     """
     logits, sampled = logits.float(), token_ids[:, None]
-    normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    pieces = torch.split(logits, 1) if by_row and len(logits) else (logits,)
+    normalizer = torch.cat([piece.logsumexp(dim=-1, keepdim=True) for piece in pieces])
     top = logits.topk(min(count, logits.shape[1]))
     values = torch.cat((logits.gather(1, sampled), top.values), dim=1)
     ranks = torch.cat(
@@ -267,17 +269,20 @@ class PendingLogprobs:
         return found
 
 
-def launch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray) -> PendingLogprobs | None:
+def launch_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray, by_row: bool = False
+) -> PendingLogprobs | None:
     """`logprob_tensors` of the rows with num_logprobs[i] >= 0, row i for that many tokens; asynchronous.
 
     None if there is no such row. Rows with large num_logprobs are computed one by one, so that they do not widen the
-    top-k of the others.
+    top-k of the others; by_row: all are.
     """
     rows_with_logprobs = np.flatnonzero(num_logprobs >= 0)
     if not len(rows_with_logprobs):
         return None
     counts = num_logprobs[rows_with_logprobs]
-    few, many = rows_with_logprobs[counts <= _FEW_LOGPROBS], rows_with_logprobs[counts > _FEW_LOGPROBS]
+    is_few = (counts <= _FEW_LOGPROBS) & (not by_row)
+    few, many = rows_with_logprobs[is_few], rows_with_logprobs[~is_few]
     groups = [*([few] if len(few) else []), *many[:, None]]
     return PendingLogprobs(
         [(group, _copy_logprobs(logits, token_ids, group, num_logprobs)) for group in groups], num_logprobs

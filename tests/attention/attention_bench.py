@@ -26,7 +26,7 @@ from ringcore.kv_cache.spec import (
 
 CPU = torch.device("cpu")
 HAS_GPU = torch.cuda.is_available()
-RUNS_ON = {"triton": "cuda", "flash_attn": "cuda", "triton_mla": "cuda"} | dict.fromkeys(
+RUNS_ON = dict.fromkeys(("triton", "flash_attn", "triton_mla", "triton_rows"), "cuda") | dict.fromkeys(
     ("cpu_attn", "torch_sdpa", "torch_mla"), "cpu"
 )
 OF_A_CPU = "torch_sdpa" if attention_kernel() is None else "cpu_attn"  # what "auto" takes: the kernel needs a compiler
@@ -106,7 +106,7 @@ class Bench:
         self.layer = layer_of(num_heads, spec.head_size, softcap, sinks)
         self.dtype = getattr(torch, spec.dtype)
         self.num_heads = num_heads
-        self.is_interpreted = name == "triton" and not HAS_GPU
+        self.is_interpreted = name in ("triton", "triton_rows") and not HAS_GPU
         self.device = CPU if self.is_interpreted else torch.device(RUNS_ON[name])
         if reason := refusal(name, spec, self.layer, self.sharing_specs):
             pytest.skip(f"{name} refuses: {reason}")

@@ -21,7 +21,7 @@ from ringcore.errors import ConfigError
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, MLASpec
 
 # The smallest blocks that each takes.
-SMALL = {"triton": 16, "flash_attn": 16, "torch_sdpa": 4, "cpu_attn": 4}
+SMALL = {"triton": 16, "triton_rows": 16, "flash_attn": 16, "torch_sdpa": 4, "cpu_attn": 4}
 DECODE = [(4, 1), (17, 1), (1, 1), (63, 1), (16, 1)]
 EQUAL_DECODE = [(12, 1), (12, 1), (12, 1)]
 PROMPTS = [(0, 7), (0, 7), (0, 16), (0, 33), (0, 2), (0, 1)]
@@ -34,20 +34,24 @@ LONG_INTERPRETED = [(70, 1), (30, 60), (5, 1)]
 
 def is_here(name: str) -> bool:
     """Whether the backend can run on this machine, on its own device or interpreted."""
+    if name == "triton_rows":  # without a GPU test_batch_invariance.py has it
+        return HAS_GPU
     if name == "triton":
         return importlib.util.find_spec("triton") is not None
     return refusal(name, FullAttentionSpec(256, 1, 64, "float16"), layer_of(1)) is None
 
 
+ALIASES = {"triton_rows": "triton"}
 NAMES = [name for name in BACKENDS if is_here(name)]
 
 
 def matrix(values: Mapping[str, Iterable[Any]], interpreted: Iterable[Any]) -> list[Any]:
-    """(name, *value) for all `values` of each backend that is here; without a GPU "triton" has `interpreted` alone."""
+    """(name, *value) for all `values` of each backend that is here; without a GPU "triton" has `interpreted` alone.
+    "triton_rows" has what "triton" has, on a GPU."""
     return [
         (name, *(value if isinstance(value, tuple) else (value,)))
         for name in NAMES
-        for value in (interpreted if name == "triton" and not HAS_GPU else values[name])
+        for value in (interpreted if name == "triton" and not HAS_GPU else values[ALIASES.get(name, name)])
     ]
 
 

@@ -41,7 +41,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "narrow values in a window": ({"head_size": 24, "v_head_size": 16, "window": 20}, {}),
     "all of them": ({"head_size": 24, "v_head_size": 16, "chunk": 21}, {"softcap": 2.0, "sinks": True}),
 }
-DTYPE = {"triton": "float32", "torch_sdpa": "float32", "cpu_attn": "float32", "flash_attn": "float16"}
+DTYPE = dict.fromkeys(BACKENDS, "float32") | {"flash_attn": "float16"}
 STEPS = list(CASES)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from benchmarks.deterministic import Deterministic, deterministic_specs
 from benchmarks.driver import BenchmarkError
 from benchmarks.footprint import Footprint, import_cost, merge_peaks, process_memory
 from benchmarks.gguf_decode import GgufDecode
@@ -62,6 +63,18 @@ def test_gguf_files_are_measured_in_every_form(fake_spec: MakeSpec, make_plan: M
     assert all(value > 0 for found in (speed, memory) for samples in found.samples.values() for value in samples)
     with pytest.raises(BenchmarkError, match="no such file"):
         GgufDecode().run(make_plan(fake_spec("ringcore"), files=[tmp_path / "y.gguf"]))
+
+
+def test_the_cost_of_determinism_is_measured_beside_the_default(fake_spec: MakeSpec, make_plan: MakePlan) -> None:
+    specs = fake_spec("ringcore"), fake_spec("vllm eager")
+    plan = make_plan(*specs, rounds=1, new_tokens=4, batch=[2], device="cpu", dtype="float32", threads=1)
+    decode, offline = Deterministic().run(plan).measurements
+    assert (decode.name, offline.name) == ("decode, batch 2", "offline, prompts")
+    names = ["ringcore deterministic", "ringcore", "vllm eager", "vllm eager batch-invariant"]
+    assert list(decode.samples) == list(offline.samples) == names
+    with_option, without, _, invariant = deterministic_specs(specs, "cpu", "float32")
+    assert with_option.settings == {**without.settings, "deterministic": True}
+    assert invariant.env["VLLM_BATCH_INVARIANT"] == "1"
 
 
 def test_tokens_count_as_equal_up_to_the_first_difference() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "e2e"))
 sys.path.insert(0, str(HERE.parent / "model_executor"))  # the tiny models and their attention
 
 

@@ -118,6 +118,14 @@ def test_attention_is_the_same_however_a_prompt_is_cut_into_steps(window, chunk,
     assert torch.equal(attended(shape, [1499, 1], kv, num_threads=2), whole)
 
 
+def test_a_window_of_many_spans_is_split_at_places_that_no_step_moves():
+    """Tokens of one step begin to see at different spans."""
+    shape = PageShape(16, 64, 64, 6, 2, 1, 1300, 0, torch.float32)
+    kv = torch.randn(2, 2200, 2, 64, generator=torch.Generator().manual_seed(0))
+    whole = attended(shape, [2200], kv)
+    assert torch.equal(attended(shape, [1600, 1, 1, 300, 10, 288], kv), whole)
+
+
 def test_long_contexts_of_few_rows_are_split():
     shape = PageShape(16, 64, 64, 6, 2, 1, 0, 0, torch.float32)
     items, num_partials, _ = split_items(shape, np.array([0, 1, 2]), np.array([5000, 40]))

@@ -77,7 +77,7 @@ def test_the_backends_that_refuse_say_why(lines, monkeypatch):
         monkeypatch.setattr(backend, "refusal", classmethod(lambda *args: "the package x is not installed"))
     lines.clear()
     checkup.main(["attention backends"])
-    assert [line.level for line in lines[:-1]] == ["error"] * 4 + ["ok"] * 2
+    assert [line.level for line in lines[:-1]] == ["error"] * 5 + ["ok"] * 2
     assert lines[3].mend == "pip install torch_sdpa"
 
 

@@ -13,6 +13,7 @@ from ringcore.attention.backends.torch_mla import TorchMLABackend
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.attention.backends.triton import TritonBackend
 from ringcore.attention.backends.triton_mla import TritonMLABackend
+from ringcore.attention.backends.triton_rows import TritonRowsBackend
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
 from ringcore.kv_cache.spec import KVCacheSpec
@@ -27,6 +28,7 @@ BACKENDS: dict[str, type[PagedBackend]] = {
     CpuAttnBackend.name: CpuAttnBackend,
     TorchSdpaBackend.name: TorchSdpaBackend,
     TorchMLABackend.name: TorchMLABackend,
+    TritonRowsBackend.name: TritonRowsBackend,
 }
 
 

@@ -28,6 +28,7 @@ class CpuAttnBackend(AttentionBackend):
     the spans whose partial results are merged begin at fixed positions."""
 
     name: ClassVar[str] = "cpu_attn"
+    is_batch_invariant: ClassVar[bool] = True
 
     def __init__(
         self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()

@@ -19,7 +19,7 @@ class StepTensors:
     query_start_loc: torch.Tensor  # [num_seqs + 1] int32
     seq_lens: torch.Tensor  # [num_seqs] int32
     block_table: torch.Tensor  # [num_seqs, max_num_blocks] int32
-    max_query_len: int
+    max_query_len: int | None  # None: not to depend on it
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> StepTensors:

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 _SPAN, _MOST_ROWS = 256, 64  # as in C
-_SPLIT_SPANS = 4  # of an item: a row with more spans is split (split-KV)
+_SPLIT_SPANS = 4  # rows are split (split-KV) at every multiple of so many spans, whatever they see
 
 
 class PageShape(NamedTuple):
@@ -101,13 +101,15 @@ def split_items(shape: PageShape, starts: np.ndarray, lens: np.ndarray) -> tuple
     order = np.argsort((first_spans - end_spans) * num_tokens, kind="stable")
     rows = np.stack((seqs, tokens, num_tokens, first_spans, end_spans, np.full_like(seqs, -1)), 1)[order]
     num_partials = 0
-    if len(rows) and (spans := rows[:, 4] - rows[:, 3]).max() > _SPLIT_SPANS:
-        pieces = -(-spans // _SPLIT_SPANS)
+    first_pieces = rows[:, 3] // _SPLIT_SPANS
+    pieces = (rows[:, 4] - 1) // _SPLIT_SPANS - first_pieces + 1
+    if len(rows) and pieces.max() > 1:
         of_item = np.arange(len(rows)).repeat(pieces)
         piece = np.arange(len(of_item)) - (pieces.cumsum() - pieces)[of_item]
         rows = rows[of_item]
-        rows[:, 3] += piece * _SPLIT_SPANS
-        rows[:, 4] = np.minimum(rows[:, 4], rows[:, 3] + _SPLIT_SPANS)
+        begins = (first_pieces[of_item] + piece) * _SPLIT_SPANS
+        rows[:, 3] = np.maximum(rows[:, 3], begins)
+        rows[:, 4] = np.minimum(rows[:, 4], begins + _SPLIT_SPANS)
         num_rows = np.where(pieces[of_item] > 1, rows[:, 2] * group, 0)
         rows[:, 5] = np.where(num_rows, num_rows.cumsum() - num_rows, -1)
         num_partials = int(num_rows.sum())

@@ -37,7 +37,7 @@ import torch
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.packing_choice import Choice, choose, measured_seconds
 
-__all__ = ["Multiply", "is_bfloat16_faster", "pack", "plain"]
+__all__ = ["Multiply", "is_bfloat16_faster", "pack", "pack_alike", "plain"]
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]  # x [n, in] -> [n, out]
 Pack = Callable[[torch.Tensor, torch.Tensor | None], Multiply]
@@ -60,6 +60,17 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
         if weight.dtype in (torch.bfloat16, torch.float16) and _agrees(_pack_onednn, weight.dtype):
             return _pack_onednn(weight, bias)
     return plain(weight, bias)
+
+
+def pack_alike(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
+    """As `pack`, in one form for every number of rows, and nothing measured: the same form in every process."""
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.numel():
+        return pack(weight, bias)
+    packings = _usable_float32()
+    scale = _half_scale(weight) if _HALF in packings else None
+    if scale is not None:
+        return _pack_half(weight, bias, scale)
+    return next((packings[name](weight, bias) for name in (_ONEDNN, _MKL) if name in packings), plain(weight, bias))
 
 
 def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:

@@ -3,6 +3,7 @@ quantized weights by kernels that expand them in their tiles, many rows by cuBLA
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ringcore.model_executor.weight import Derived
 
 if TYPE_CHECKING:
     from ringcore.kernels.packed_weight import PackedWeight
+    from ringcore.kernels.skinny_tiles import Config
 
 __all__ = ["KernelProduct", "sums_in_float32"]
 
@@ -48,6 +50,18 @@ class KernelProduct(Product):
         self._row_norm = round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
         self._expand = expand_weight.expand_weight
+
+    def batch_invariant(self) -> KernelProduct:
+        """The same product by one tile for every number of rows, never by cuBLAS: a row has the same bits in each."""
+        from ringcore.kernels.invariant_tiles import invariant_tile
+
+        made, tile = copy.copy(self), invariant_tile(self.weight)
+
+        def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
+            return tile if num_rows else None
+
+        made._choose = choose
+        return made
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         """out: of the dtype that `__call__` returns."""

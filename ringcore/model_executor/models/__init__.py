@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 from ringcore.checkpoint import ModelSpec, TransformersSpec
 from ringcore.distributed.parallel import ONLY_STAGE
 from ringcore.families import FAMILIES
+from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.linear_schemes.schemes import schemes_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def build_model(
     stage: Stage = ONLY_STAGE,
     expert_parallel: bool = False,
     redundant_experts: int | None = None,
+    arithmetic: Arithmetic = FASTEST,
 ) -> CausalLM:
     """The model of one rank, without weights: what its stage of a pipeline has. Raises `ModelLoadError` for one that
     cannot be computed."""
@@ -37,8 +39,9 @@ def build_model(
     match spec:
         case ModelSpec():
             native = model_class(spec.architecture, families)
-            return native(spec, *given)
+            return native(spec, *given, arithmetic)
         case TransformersSpec():
+            assert not arithmetic.is_batch_invariant, "refused with the options"
             from ringcore.model_executor.models.transformers import TransformersModel  # imports transformers: seconds
 
             return TransformersModel(spec, *given)

@@ -13,6 +13,7 @@ from ringcore.attention.layer import AnyAttention
 from ringcore.checkpoint import ModelSpec
 from ringcore.checkpoint.expected_tensors import is_dispensable
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
+from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.weight import Tensors, Weight
@@ -41,10 +42,11 @@ class CausalLM(ABC):
         stage: Stage = ONLY_STAGE,
         expert_parallel: bool = False,
         redundant_experts: int | None = None,
+        arithmetic: Arithmetic = FASTEST,
     ) -> None:
         """scheme_of: the linear scheme of a matrix, by its name in the checkpoint. stage: that it computes.
         expert_parallel: each rank has whole experts of a mixture, and not a share of each. redundant_experts: see
-        `ExpertSlots`."""
+        `ExpertSlots`. arithmetic: of native models."""
 
     @property
     def expert_slots(self) -> Sequence[ExpertSlots]:

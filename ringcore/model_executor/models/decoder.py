@@ -11,6 +11,7 @@ import torch
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
 from ringcore.checkpoint import Family, ModelSpec
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
+from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.norm import RMSNorm
@@ -44,7 +45,9 @@ class DenseDecoder(CausalLM):
         stage: Stage = ONLY_STAGE,
         expert_parallel: bool = False,
         redundant_experts: int | None = None,
+        arithmetic: Arithmetic = FASTEST,
     ) -> None:
+        tp = arithmetic.ranks(tp)
         self.hidden_size = size = spec.hidden_size
         self.vocab_size, self.stage = spec.vocab_size, stage
         expert_parallel = expert_parallel and tp.size > 1
@@ -56,15 +59,16 @@ class DenseDecoder(CausalLM):
         self._embedding_scale = scale if self.family.scaled_embeddings else None
         ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
         self.rotaries = [RotaryEmbedding(spec.head_dim, rope, max_model_len) for rope in ropes]
-        split = expert_parallel, redundant_experts
+        split = expert_parallel, redundant_experts, arithmetic
         layers = [
             self.build_layer(LayerBuilder(index, spec, tp, dtype, self.family, scheme_of, *split))
             for index in range(spec.num_layers)
         ]
         self.norm = RMSNorm("norm", "model.norm", size, spec.rms_norm_eps, dtype, plus_one=self.family.norm_plus_one)
         tied = self.embed_tokens if spec.tie_word_embeddings else None
+        of_head = arithmetic.schemes(scheme_of)
         self.lm_head = ParallelLMHead(
-            "lm_head", "lm_head", spec.vocab_size, size, dtype=dtype, tp=tp, tied=tied, scheme_of=scheme_of
+            "lm_head", "lm_head", spec.vocab_size, size, dtype=dtype, tp=tp, tied=tied, scheme_of=of_head
         )
         self._take_stage(layers, [self.embed_tokens], [*([] if tied is None else [tied]), self.norm, self.lm_head])
 

@@ -11,6 +11,7 @@ from ringcore.attention.layer import Attention
 from ringcore.checkpoint import Family, ModelSpec
 from ringcore.checkpoint.expected_tensors import ROUTER
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,7 +32,7 @@ __all__ = ["LayerBuilder"]
 class LayerBuilder:
     """What the parts of decoder layer `index` are built from, on one rank; makes its sublayers, norms and linears.
 
-    A part has its name in the layer, and that in the layer of the checkpoint.
+    A part has its name in the layer, and that in the layer of the checkpoint. scheme_of: as the checkpoint has it.
     """
 
     index: int
@@ -42,6 +43,7 @@ class LayerBuilder:
     scheme_of: SchemeOf
     expert_parallel: bool = False
     redundant_experts: int | None = None
+    arithmetic: Arithmetic = FASTEST
 
     def in_model(self, name: str) -> str:
         return f"layers.{self.index}.{name}"
@@ -75,10 +77,11 @@ class LayerBuilder:
         if experts is None:
             return self.gated_mlp()
         names = self.in_model("router"), self.in_checkpoint(ROUTER)
-        router = Router(*names, experts, spec.hidden_size, self.dtype)
+        router = Router(*names, experts, spec.hidden_size, self.dtype, self.arithmetic)
         names = self.in_model("experts"), self.in_checkpoint("mlp")
         size, split, redundant = spec.hidden_size, self.expert_parallel, self.redundant_experts
-        return Mixture(router, Experts(*names, experts, size, self.dtype, self.tp, split, self.scheme_of, redundant))
+        given = *names, experts, size, self.dtype, self.tp, split, self.scheme_of, redundant, self.arithmetic
+        return Mixture(router, Experts(*given))
 
     def gated_mlp(self) -> GatedMLP:
         spec = self.spec
@@ -93,8 +96,8 @@ class LayerBuilder:
     def norm(self, name: str, checkpoint_name: str) -> RMSNorm:
         """Over the hidden size."""
         names = self.in_model(name), self.in_checkpoint(checkpoint_name)
-        plus_one = self.family.norm_plus_one
-        return RMSNorm(*names, self.spec.hidden_size, self.spec.rms_norm_eps, self.dtype, plus_one=plus_one)
+        size, eps, plus_one = self.spec.hidden_size, self.spec.rms_norm_eps, self.family.norm_plus_one
+        return RMSNorm(*names, size, eps, self.dtype, plus_one=plus_one)
 
     def head_norm(self, num_heads: tuple[int, int], order: tuple[int, ...]) -> HeadNorm:
         """num_heads: of q and of k; order: of the entries of a head, as in `WeightPart`."""
@@ -122,7 +125,7 @@ class LayerBuilder:
             self.spec.hidden_size,
             bias=bias,
             dtype=self.dtype,
-            scheme_of=self.scheme_of,
+            scheme_of=self.arithmetic.schemes(self.scheme_of),
         )
 
     def row_linear(self, name: str, checkpoint_name: str, num_inputs: int, *, bias: bool) -> RowParallelLinear:
@@ -135,5 +138,5 @@ class LayerBuilder:
             bias=bias,
             dtype=self.dtype,
             tp=self.tp,
-            scheme_of=self.scheme_of,
+            scheme_of=self.arithmetic.schemes(self.scheme_of),
         )

@@ -10,8 +10,14 @@ import torch
 from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, ExpertWeight, Routing, route_reference
+from ringcore.kernels.expert_matrices import (
+    ExpertMatrices,
+    ExpertWeight,
+    Routing,
+    route_reference,
+)
 from ringcore.model_executor import ops
+from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.expert_schemes.stacked import stacked_scheme, stacked_weight
 from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
@@ -29,12 +35,19 @@ class Router(WeightedLayer):
     """The largest probabilities of a softmax over all experts, whole on every rank."""
 
     def __init__(
-        self, name: str, checkpoint_name: str, spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype
+        self,
+        name: str,
+        checkpoint_name: str,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        dtype: torch.dtype,
+        arithmetic: Arithmetic = FASTEST,
     ) -> None:
         self._k, self._normalises = spec.num_experts_per_tok, spec.norm_topk_prob
         shape = (spec.num_experts, hidden_size)
         part = WeightPart(f"{checkpoint_name}.weight", shape, 0, 0, spec.num_experts)
         self._declared = Weight(f"{name}.weight", shape, dtype, (part,), Uniform.of_fan_in(hidden_size))
+        self._route_any = arithmetic.route(lambda x, weight: route_reference(x, weight, self._k, self._normalises))
         self._weight: torch.Tensor
 
     def weights(self) -> list[Weight]:
@@ -53,7 +66,7 @@ class Router(WeightedLayer):
         """x: [n, hidden_size]."""
         if len(x) <= self._max_routed:
             return self._route(x, self._weight, self._k, self._normalises, counter=self._counter)
-        return route_reference(x, self._weight, self._k, self._normalises)
+        return self._route_any(x, self._weight)
 
 
 class Experts(WeightedLayer):
@@ -71,10 +84,12 @@ class Experts(WeightedLayer):
         expert_parallel: bool,
         scheme_of: SchemeOf,
         redundant_experts: int | None = None,
+        arithmetic: Arithmetic = FASTEST,
     ) -> None:
         """checkpoint_name: of the mixture. redundant_experts: see `ExpertSlots`. Raises `ModelLoadError` for experts
         that are not quantized alike."""
         self._tp, self._hidden, self._dtype, self._spec = tp, hidden_size, dtype, spec
+        self._arithmetic = arithmetic
         self._names = name, checkpoint_name
         num_shares = 1 if expert_parallel else tp.size
         assert spec.intermediate_size % num_shares == 0, (spec, tp.size)
@@ -128,13 +143,13 @@ class Experts(WeightedLayer):
         if self.slots is not None:
             self.slots.bind(up.device, of_slots, self.refresh)
         self._matrices = ExpertMatrices(up, down, first=0 if self.slots is None else self.slots.first)
-        self._bound = BoundExperts(self._matrices, ExpertGate(), self._tp, slots=self.slots)
+        self._bound = BoundExperts(self._matrices, self._arithmetic.expert_gate, self._tp, slots=self.slots)
 
     def _bound_weight(self, shard: LinearShard, tensors: Tensors, of_slots: list[SlotTensor]) -> ExpertWeight:
         declared = self._scheme.weights(shard)
         bound = {suffix: tensors.pop(weight.name) for suffix, weight in declared.items()}
         of_slots += [SlotTensor(bound[suffix], weight.arrangement) for suffix, weight in declared.items()]
-        return stacked_weight(self._scheme, shard, bound, len(self._own))
+        return self._arithmetic.expert_weight(stacked_weight(self._scheme, shard, bound, len(self._own)))
 
     def refresh(self) -> None:
         self._matrices.up.refresh()

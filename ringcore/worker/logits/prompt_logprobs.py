@@ -56,9 +56,15 @@ class PromptLogprobRows:
     """The rows that requested prompt logprobs and whose prompts are not complete."""
 
     def __init__(
-        self, vocab_size: int, compute_logits: Callable[[torch.Tensor], torch.Tensor], is_output_rank: bool
+        self,
+        vocab_size: int,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        is_output_rank: bool,
+        by_row: bool = False,
     ) -> None:
-        """compute_logits: hidden states [n, hidden_size] -> [n, vocab_size], on all ranks together."""
+        """compute_logits: hidden states [n, hidden_size] -> [n, vocab_size], on all ranks together. by_row: see
+        `logprob_tensors`."""
+        self._by_row = by_row
         self._vocab_size, self._compute_logits, self._is_output_rank = vocab_size, compute_logits, is_output_rank
         self._pending: dict[int, _PendingPrompt] = {}
 
@@ -97,7 +103,9 @@ class PromptLogprobRows:
                 logits = self._compute_logits(hidden[first + begin - start : first + stop - start])
                 if self._is_output_rank:
                     targets = upload(rows.token_ids[row, begin + 1 : stop + 1].astype(np.int64), logits.device)
-                    pending.pieces.append(HostLogprobsCopy(_narrow_logprobs(logits, targets, pending.count)))
+                    pending.pieces.append(
+                        HostLogprobsCopy(_narrow_logprobs(logits, targets, pending.count, self._by_row))
+                    )
 
     def finished(self, scheduled: np.ndarray, rows: RequestRows) -> Sequence[LaunchedPromptLogprobs]:
         """Removes and returns those of rows [n] whose whole prompt is computed; none on ranks that return no output."""
@@ -115,7 +123,7 @@ class PromptLogprobRows:
         return pending is not None and num_computed >= pending.num_prompt_tokens
 
 
-def _narrow_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobTensors:
+def _narrow_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int, by_row: bool) -> LogprobTensors:
     """In 32 bits: the host buffers them until the whole prompt is computed."""
-    ids, logprobs, ranks = logprob_tensors(logits, token_ids, count)
+    ids, logprobs, ranks = logprob_tensors(logits, token_ids, count, by_row)
     return LogprobTensors(ids.int(), logprobs, ranks.int())

@@ -36,7 +36,11 @@ class SamplingStage:
     """Every rank samples the same tokens: logits are bitwise equal on all ranks, and the draw is by a counter-based RNG
     of the row's seed and the token's position. So no rank broadcasts its samples."""
 
-    def __init__(self, rows: RequestRows, adjustments: RowAdjustments, is_output_rank: bool) -> None:
+    def __init__(
+        self, rows: RequestRows, adjustments: RowAdjustments, is_output_rank: bool, by_row: bool = False
+    ) -> None:
+        """by_row: see `launch_logprobs`."""
+        self._by_row = by_row
         self._rows, self._adjustments, self._is_output_rank = rows, adjustments, is_output_rank
 
     def is_adjusted(self, rows: np.ndarray) -> bool:
@@ -69,7 +73,7 @@ class SamplingStage:
         None on ranks that return no output."""
         if not self._is_output_rank:
             return None
-        return launch_logprobs(logits, token_ids, self._rows.parameters["num_logprobs"][rows])
+        return launch_logprobs(logits, token_ids, self._rows.parameters["num_logprobs"][rows], self._by_row)
 
 
 def _mark_fully_masked(logits: torch.Tensor, token_ids: torch.Tensor, ok: torch.Tensor) -> None:

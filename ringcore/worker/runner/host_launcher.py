@@ -9,6 +9,7 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.model_executor import logit_adjustments
+from ringcore.model_executor.row_sampler import sample_by_row
 from ringcore.model_executor.sampler import sample
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.tracing import now_ns
@@ -47,6 +48,7 @@ class HostLauncher(StepLauncher):
 
     def __init__(self, stages: StepStages, config: EngineConfig) -> None:
         self._stages = stages
+        self._draw = sample_by_row if config.model.deterministic else sample
         self._port = make_port(stages.link, stages.paged.model, stages.rows, stages.device, self._write_tokens)
         self._end = self._sample if stages.paged.model.stage.is_last else self._hand_on
 
@@ -107,7 +109,7 @@ class HostLauncher(StepLauncher):
         sampled_ids = np.zeros(len(rows), dtype=np.int32)
 
         def draw(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            drawn = sample(logits, inputs)
+            drawn = self._draw(logits, inputs)
             return drawn.token_ids, torch.from_numpy(drawn.ok)
 
         def append(token_ids: torch.Tensor, ok: torch.Tensor) -> None:

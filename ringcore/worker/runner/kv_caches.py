@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ringcore.attention.backend import PagedBackend
-from ringcore.attention.backends import choose_backend
+from ringcore.attention.backends import BACKENDS, choose_backend
 from ringcore.attention.layer import AnyAttention
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import CapacityError
@@ -28,10 +28,17 @@ def group_of_layer(config: KVCacheConfig, layers: Sequence[AnyAttention]) -> dic
 
 
 def choose_backends(
-    name: str, config: KVCacheConfig, layers: Sequence[AnyAttention], platform: Platform
+    name: str,
+    config: KVCacheConfig,
+    layers: Sequence[AnyAttention],
+    platform: Platform,
+    is_batch_invariant: bool = False,
 ) -> list[PagedBackend]:
     """The backend of each group, for the plan's specs, which may differ from those that the layers reported. name: the
-    engine option attention_backend. Raises `ConfigError` where no backend can serve a group."""
+    engine option attention_backend; is_batch_invariant: deterministic. Raises `ConfigError` where no backend can serve
+    a group."""
+    order = [other.name for other in BACKENDS.values() if other.is_batch_invariant]
+    order = order if is_batch_invariant else [*platform.attention_backends]
     specs, of_layer = [group.spec for group in config.groups], group_of_layer(config, layers)
     backends = []
     for index, spec in enumerate(specs):
@@ -39,7 +46,7 @@ def choose_backends(
         # A stage may have no layer of a group: its backend plans steps, as those of all groups do, that nothing reads.
         own = own or [AttentionSpec(spec.num_kv_heads, scale=1.0)]
         sharing_specs = specs[:index] + specs[index + 1 :]
-        backends.append(choose_backend(name, spec, own, platform.device, platform.attention_backends, sharing_specs))
+        backends.append(choose_backend(name, spec, own, platform.device, order, sharing_specs))
     return backends
 
 

@@ -14,6 +14,7 @@ from ringcore.config.options import CacheConfig
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
+from ringcore.model_executor.arithmetic import arithmetic_of
 from ringcore.model_executor.loader import pending_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.base import CausalLM
@@ -63,6 +64,7 @@ class BuiltModel:
         have."""
         start = time.monotonic()
         dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
+        arithmetic = arithmetic_of(config.model.deterministic, platform.device)
         model = build_model(
             config.model.spec,
             tp,
@@ -71,6 +73,7 @@ class BuiltModel:
             stage=stage,
             expert_parallel=config.parallel.expert_parallel,
             redundant_experts=config.parallel.redundant_experts,
+            arithmetic=arithmetic,
         )
         _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
         return cls(model, dtype, time.monotonic() - start)

@@ -49,16 +49,17 @@ class ModelRunner:
         """Allocates the pages. link: to the other stages of a pipeline. Raises `CapacityError` or `ConfigError`."""
         spec, device = config.model.spec, platform.device
         self._is_output_rank = is_output_rank
-        self.paged = PagedModel.allocate(loaded.model, config.device.attention_backend, kv_cache_config, platform)
+        backend, is_invariant = config.device.attention_backend, config.model.deterministic
+        self.paged = PagedModel.allocate(loaded.model, backend, kv_cache_config, platform, is_invariant)
         self.adjustments = RowAdjustments(config, device, loaded.dtype, launcher.adjustment_ops)
-        prompt_logprobs = PromptLogprobRows(spec.vocab_size, loaded.model.compute_logits, self._is_output_rank)
+        prompt_logprobs = PromptLogprobRows(spec.vocab_size, loaded.model.compute_logits, is_output_rank, is_invariant)
         pooled_prompts = PooledPromptRows(config.scheduler.max_num_seqs, self._is_output_rank)
         # What a request asks of its tokens and logits is kept where these are. Which rows decode, and so the order of a
         # batch, is the same in every stage.
         of_last = (self.adjustments, prompt_logprobs) if loaded.model.stage.is_last else ()
         listeners = (pooled_prompts, *of_last)
         self.rows = RequestRows(config.scheduler.max_num_seqs, kv_cache_config, len(spec.eos_token_ids), listeners)
-        sampling = SamplingStage(self.rows, self.adjustments, self._is_output_rank)
+        sampling = SamplingStage(self.rows, self.adjustments, self._is_output_rank, is_invariant)
         self._stages = StepStages(
             paged=self.paged,
             rows=self.rows,

@@ -29,11 +29,18 @@ class PagedModel:
     kv_caches: Mapping[int, torch.Tensor]
 
     @classmethod
-    def allocate(cls, model: CausalLM, backend: str, plan: KVCacheConfig, platform: Platform) -> PagedModel:
-        """Allocates the pages of `plan`. backend: the engine option attention_backend. Raises `CapacityError` or
-        `ConfigError`."""
+    def allocate(
+        cls,
+        model: CausalLM,
+        backend: str,
+        plan: KVCacheConfig,
+        platform: Platform,
+        is_batch_invariant: bool = False,
+    ) -> PagedModel:
+        """Allocates the pages of `plan`. backend, is_batch_invariant: the engine options attention_backend and
+        deterministic. Raises `CapacityError` or `ConfigError`."""
         layers = model.attention_layers
-        backends = choose_backends(backend, plan, layers, platform)
+        backends = choose_backends(backend, plan, layers, platform, is_batch_invariant)
         kv_caches = allocate_kv_caches(plan, layers, backends, platform)
         return cls(model, tuple(backends), group_of_layer(plan, layers), kv_caches)
 

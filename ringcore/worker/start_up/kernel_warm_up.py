@@ -26,6 +26,7 @@ from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.precompile import Variant, compile_variants, intercept_launches
+from ringcore.model_executor.arithmetic import arithmetic_of
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.params.sampling_params import SamplingParams
@@ -114,6 +115,7 @@ class FewLayers:
             few.context_len,
             expert_parallel=config.parallel.expert_parallel,
             redundant_experts=config.parallel.redundant_experts,
+            arithmetic=arithmetic_of(config.model.deterministic, torch.device("cuda")),
         )
         return cls(config, model, dtype)
 
@@ -134,7 +136,8 @@ def set_up_libraries(few: FewLayers, platform: Platform) -> None:
         torch.cuda.set_device(platform.device)
     config = few.config
     plan = planned_cache(config, few.loaded.kv_cache_spec(config.cache))
-    for backend in choose_backends(config.device.attention_backend, plan, few.model.attention_layers, platform):
+    layers, is_invariant = few.model.attention_layers, config.model.deterministic
+    for backend in choose_backends(config.device.attention_backend, plan, layers, platform, is_invariant):
         backend.warm_up(config.scheduler.token_budget, config.model.context_len, platform.device)
 
 

@@ -80,7 +80,7 @@ class _ProfileRun:
         self._device = platform.device
         self._max_num_seqs, self._vocab_size = config.scheduler.max_num_seqs, config.model.spec.vocab_size
         groups = group_of_layer(plan, layers)
-        backends = choose_backends(config.device.attention_backend, plan, layers, platform)
+        backends = choose_backends(config.device.attention_backend, plan, layers, platform, config.model.deterministic)
         pages = [
             torch.zeros(backend.kv_cache_shape(1), dtype=backend.storage_dtype, device=platform.device)
             for backend in backends

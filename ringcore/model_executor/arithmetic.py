@@ -1,0 +1,107 @@
+"""Which algorithms compute a model's operations: the fastest for the shapes of a step, or those that give a row the
+same bits in every step.
+
+Of a model this is the one place that knows the engine option `deterministic`: a layer asks for its linear schemes, its
+ranks and its experts, and takes what it gets. Norms, gates and rotations are kernels that compute each row by itself
+anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from ringcore.distributed.parallel import TensorParallel
+from ringcore.distributed.rank_order import RankOrdered
+from ringcore.errors import ConfigError
+from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertWeight, Routing
+from ringcore.kernels.native.attention_kernels import attention_kernel
+from ringcore.kernels.native.row_kernels import row_kernels
+from ringcore.model_executor.linear_schemes.invariant_experts import InvariantExperts
+from ringcore.model_executor.linear_schemes.invariant_product import ONE_SIZE, multiply_in_tiles
+from ringcore.model_executor.linear_schemes.invariant_scheme import InvariantScheme
+from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+
+__all__ = ["FASTEST", "Arithmetic", "BatchInvariant", "Route", "arithmetic_of"]
+
+Route = Callable[[torch.Tensor, torch.Tensor], Routing]  # x [n, hidden_size], weight [num_experts, hidden_size]
+
+
+class Arithmetic:
+    """The fastest."""
+
+    is_batch_invariant = False
+    expert_gate: Activate = ExpertGate()  # of the experts of native models
+
+    def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
+        """Of the linears of a model whose matrices are stored as `scheme_of` says."""
+        return scheme_of
+
+    def ranks(self, tp: TensorParallel) -> TensorParallel:
+        """The collectives of a model's layers."""
+        return tp
+
+    def expert_weight(self, weight: ExpertWeight) -> ExpertWeight:
+        """The products of the experts of a layer."""
+        return weight
+
+    def route(self, route: Route) -> Route:
+        """The router of a layer, on a CPU. Raises `ConfigError`."""
+        return route
+
+
+FASTEST = Arithmetic()
+
+
+class BatchInvariant(Arithmetic):
+    is_batch_invariant = True
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises `ConfigError` where the device has not what it takes."""
+        self._device = device
+        self._known: dict[Hashable, tuple[int, ...]] = {}
+        if device.type != "cpu":
+            return
+        kernels = row_kernels()
+        if kernels is None or attention_kernel() is None:
+            raise ConfigError(
+                "deterministic=True: on a CPU its kernels are compiled when it starts, and there is no C compiler that "
+                "does; install one (cc, gcc or clang), or give deterministic=False",
+                option="deterministic",
+                value=True,
+            )
+        self.expert_gate = kernels.silu_and_mul
+
+    def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
+        return lambda matrix: InvariantScheme(scheme_of(matrix), self._known)
+
+    def ranks(self, tp: TensorParallel) -> TensorParallel:
+        return tp if tp.size == 1 else RankOrdered(tp)
+
+    def expert_weight(self, weight: ExpertWeight) -> ExpertWeight:
+        return InvariantExperts(weight)
+
+    def route(self, route: Route) -> Route:
+        if self._device.type != "cpu":
+            raise ConfigError(
+                "deterministic=True: the kernels of a mixture of experts on a GPU depend on the number of tokens; give "
+                "a dense model, device='cpu', or deterministic=False",
+                option="deterministic",
+                value=True,
+            )
+
+        def routed(x: torch.Tensor, weight: torch.Tensor) -> Routing:
+            def packed(rows: torch.Tensor) -> torch.Tensor:
+                found = route(rows, weight)
+                return torch.cat((found.experts.double(), found.weights.double()), 1)
+
+            experts, weights = multiply_in_tiles(packed, x, ONE_SIZE).chunk(2, 1)
+            return Routing(experts.long(), weights.to(x.dtype))
+
+        return routed
+
+
+def arithmetic_of(deterministic: bool, device: torch.device) -> Arithmetic:
+    """deterministic: the engine option. Raises `ConfigError`."""
+    return BatchInvariant(device) if deterministic else FASTEST
