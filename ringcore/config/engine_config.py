@@ -30,9 +30,9 @@ from ringcore.params.vllm_names import ENGINE_OPTIONS, known_options
 
 __all__ = ["EngineConfig"]
 
-# For None, on a GPU and on other devices; at least a token for each request that may run. On a CPU a token costs the same
-# in a step of 512 as in a longer one, which takes half a second with a small model: so long may a prompt that arrives,
-# and those that decode, wait for another's chunk.
+# For None, on a GPU and on other devices; at least a token for each request that may run. On a CPU a token costs the
+# same in steps of 512 as in longer ones, and 512 take half a second with a small model: so long may a prompt that
+# arrives, and those that decode, wait for another's chunk.
 _DEFAULT_TOKEN_BUDGETS = 8192, 512
 _DEFAULT_STEPS_IN_FLIGHT = 2, 1
 
