@@ -91,6 +91,7 @@ def test_packed_gguf(tmp_path: Path, weights: str) -> None:
 
 
 @pytest.mark.long_form
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_real_model(dtype: str) -> None:
     folder = Path(our_cache_folder("smollm2-135m"))
