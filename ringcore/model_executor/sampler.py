@@ -219,8 +219,8 @@ def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, count: int, b
     rows. Does not synchronise with the device.
     """
     logits, sampled = logits.float(), token_ids[:, None]
-    pieces = torch.split(logits, 1) if by_row and len(logits) else (logits,)
-    normalizer = torch.cat([piece.logsumexp(dim=-1, keepdim=True) for piece in pieces])
+    rows = torch.split(logits, 1) if by_row else ()
+    normalizer = torch.cat([row.logsumexp(-1, True) for row in rows]) if rows else logits.logsumexp(-1, True)
     top = logits.topk(min(count, logits.shape[1]))
     values = torch.cat((logits.gather(1, sampled), top.values), dim=1)
     ranks = torch.cat(
@@ -240,7 +240,7 @@ class HostLogprobsCopy:
         self._on_host = [_to_host(tensor) for tensor in tensors]
         self._copied: torch.cuda.Event | None = None
         if tensors.logprobs.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()
             self._copied.record()
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -281,8 +281,8 @@ def launch_logprobs(
     if not len(rows_with_logprobs):
         return None
     counts = num_logprobs[rows_with_logprobs]
-    is_few = (counts <= _FEW_LOGPROBS) & (not by_row)
-    few, many = rows_with_logprobs[is_few], rows_with_logprobs[~is_few]
+    most = -1 if by_row else _FEW_LOGPROBS
+    few, many = rows_with_logprobs[counts <= most], rows_with_logprobs[counts > most]
     groups = [*([few] if len(few) else []), *many[:, None]]
     return PendingLogprobs(
         [(group, _copy_logprobs(logits, token_ids, group, num_logprobs)) for group in groups], num_logprobs
