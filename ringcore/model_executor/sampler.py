@@ -240,7 +240,7 @@ class HostLogprobsCopy:
         self._on_host = [_to_host(tensor) for tensor in tensors]
         self._copied: torch.cuda.Event | None = None
         if tensors.logprobs.is_cuda:
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
