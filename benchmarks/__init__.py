@@ -9,6 +9,7 @@ BENCHMARKS = {
     "footprint": "benchmarks.footprint:Footprint",
     "accuracy": "benchmarks.accuracy:Accuracy",
     "deterministic": "benchmarks.deterministic:Deterministic",
+    "speculation": "benchmarks.speculation:Speculation",
     "gguf_decode": "benchmarks.gguf_decode:GgufDecode",
     "message_queue": "benchmarks.message_queue:MessageQueue",
     "ray_executor": "benchmarks.ray_executor:RayExecutorCost",

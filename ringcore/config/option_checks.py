@@ -32,6 +32,7 @@ from ringcore.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
+from ringcore.config.speculation import check_speculative
 from ringcore.config.split_checks import check_experts, check_split
 from ringcore.config.value_checks import bad_value, check_count, check_seconds
 from ringcore.params.vllm_values import what_to_give
@@ -97,6 +98,7 @@ def check_values(options: Mapping[str, Any]) -> None:
         raise bad_value("gpu_memory_utilization", share, "give a number above 0 and at most 1")
     _check_sleep(options["enable_sleep_mode"], options["sleep_directory"], options["device_memory"])
     _check_host_kv_cache(options)
+    check_speculative(options)
     _check_admin(options["admin_endpoint"], options["admin_keys"])
     check_hosts(options)
     _check_installed("structured_outputs_backend", options["structured_outputs_backend"])

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ringcore.checkpoint import AnySpec, ModelFiles
 from ringcore.config.rank_layout import LOCALHOST, UNPLACED, RankLayout
+from ringcore.config.speculation import Speculation
 
 __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
@@ -146,6 +147,11 @@ class SchedulerConfig:
         "auto", f"one of {', '.join(STRUCTURED_OUTPUTS_BACKENDS)}; auto is llguidance where it is installed"
     )
     structured_outputs_timeout_s: float = _option(10.0, "a grammar that takes longer to compile is refused")
+    speculative: dict[str, Any] | None = _option(
+        None,
+        'speculative decoding without a second model, as {"method": "suffix", "num_drafts": 8, "min_match": 3, '
+        '"shared_tokens": 262144}, all but the method optional; None is one token in a step',
+    )
     # resolved
     num_stages: int = 1  # `ParallelConfig.pipeline_parallel_size`
 
@@ -158,6 +164,22 @@ class SchedulerConfig:
     def steps_of_a_stage(self) -> int:
         """`steps_in_flight`; the most, where the device is not known yet."""
         return self.steps_in_flight or MAX_STEPS_IN_FLIGHT
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """`speculative` with its defaults."""
+        return None if self.speculative is None else Speculation(**self.speculative)
+
+    @property
+    def max_gain(self) -> int:
+        """The most tokens of a request that a step appends."""
+        given = self.speculation
+        return 1 if given is None else 1 + given.num_drafts
+
+    @property
+    def max_sampled_positions(self) -> int:
+        """The most tokens after which a step samples: one of each row, and drafts."""
+        return self.max_num_seqs if self.speculative is None else max(self.max_num_seqs, 8 * self.max_gain)
 
     @property
     def token_budget(self) -> int:

@@ -56,7 +56,7 @@ from ringcore.protocol.requests import (
     EngineStats,
     OutputColumns,
 )
-from ringcore.scheduler.admission import MaxGain, one_token
+from ringcore.scheduler.admission import MaxGain
 from ringcore.scheduler.scheduler import Scheduler
 
 __all__ = ["EngineCore"]
@@ -71,7 +71,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
 
     on_recovery: called before each restart; it must not raise. After a restart `ready` describes the new workers, and
     `wait_fds` returns other descriptors.
-    clock: returns seconds; the clock of the requests' `arrival_s`. max_gain: the most that a request gains in a step.
+    clock: returns seconds; the clock of the requests' `arrival_s`. max_gain: the most that a request gains in a step;
+    None: as `speculative` says.
     tracing: its `to_front_end` is set by who has a channel to one.
     """
 
@@ -81,7 +82,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         executor: Executor | None = None,
         on_recovery: Callable[[EngineRecovering], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        max_gain: MaxGain = one_token,
+        max_gain: MaxGain | None = None,
     ) -> None:
         self._clock = clock
         self._executor = executor if executor is not None else executor_class(config.parallel.executor)(config)
@@ -107,8 +108,8 @@ class EngineCore(RpcSubmitter, MemoryMethods):
             clock=clock,
             max_gain=max_gain,
         )
-        depth = config.scheduler.max_steps_in_flight
-        self._steps = StepsInFlight(self._scheduler, self._executor, self._supervisor, depth, clock, self.tracing)
+        parts_of_steps = self._scheduler, self._executor, self._supervisor
+        self._steps = StepsInFlight(*parts_of_steps, config.scheduler, clock, self.tracing)
         self._reader = OutputReader()
         self._grammars = GrammarGate(config, self._scheduler, self._calls.compile_grammar, self._pending_outputs)
         self._kv_loads = KVLoads(self._scheduler, self._calls.submit, self._steps)
@@ -353,8 +354,9 @@ class EngineCore(RpcSubmitter, MemoryMethods):
 
     def step_metrics(self) -> StepMetrics:
         """Histograms of the steps since the first call."""
-        of_parts = {"stored_kv": self._kv_loads.stats(), "experts": self._experts.stats()}
-        return msgspec.structs.replace(self._steps.times.metrics(), **of_parts)
+        steps, stored_kv, experts = self._steps, self._kv_loads.stats(), self._experts.stats()
+        of_parts = {"stored_kv": stored_kv, "experts": experts, "drafts": steps.drafts.stats()}
+        return msgspec.structs.replace(steps.times.metrics(), **of_parts)
 
     @property
     def num_restarts(self) -> int:

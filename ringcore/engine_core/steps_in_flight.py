@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from ringcore.config import SchedulerConfig
 from ringcore.engine_core.admin.step_times import BATCH, StepTimes
 from ringcore.engine_core.step_observer import StepObserver
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.engine_core.tracing import EngineTracing
 from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import RpcFuture
+from ringcore.metrics.draft_log import DraftLog
 from ringcore.protocol.requests import OutputColumns
 from ringcore.protocol.steps import SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
@@ -24,10 +26,10 @@ _STEP = STEP.number
 class StepsInFlight:
     """Schedules steps, has the executor run them and applies the model's output.
 
-    depth: maximum number of steps in flight. clock: returns seconds.
+    clock: returns seconds.
 
     Invariant: `_steps` holds the steps submitted to the executor whose output was not applied yet, oldest first, and
-    never more than `depth` of them.
+    never more than `config.max_steps_in_flight` of them.
     """
 
     def __init__(
@@ -35,12 +37,12 @@ class StepsInFlight:
         scheduler: Scheduler,
         executor: Executor,
         supervisor: WorkerSupervisor,
-        depth: int,
+        config: SchedulerConfig,
         clock: Callable[[], float],
         tracing: EngineTracing,
     ) -> None:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
-        self._depth, self._clock = depth, clock
+        self._depth, self._clock = config.max_steps_in_flight, clock
         # With each when its scheduling began and ended, and when the workers had it.
         self._steps: deque[tuple[SchedulerOutput, RpcFuture, float, float, float]] = deque()
         self.times = StepTimes(clock)
@@ -48,6 +50,7 @@ class StepsInFlight:
         self.observers: list[StepObserver] = []
         tracing.observers = self.observers
         self._num_rows = 0  # of the last completed step
+        self.drafts = DraftLog(config.max_gain - 1)
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
 
@@ -76,6 +79,7 @@ class StepsInFlight:
         self.num_completed += 1
         taken_s = self.last_completed_s = self._clock()
         columns = self._scheduler.update(scheduled, model_output)
+        self.drafts.count(model_output)
         if scheduled.rows is not None:
             self._num_rows = len(scheduled.rows)
         record = (

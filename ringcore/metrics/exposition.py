@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ringcore.metrics.draft_log import DraftStats
 from ringcore.metrics.histogram import HistogramCounts
 from ringcore.metrics.request_log import HISTOGRAMS, RequestLog
 from ringcore.metrics.step_log import StepMetrics
@@ -150,6 +151,8 @@ class _EngineMetrics:
                 yield from self._of_store(steps.stored_kv)
             if steps.experts is not None:
                 yield from self._of_experts(steps.experts)
+            if steps.drafts is not None:
+                yield from self._of_drafts(steps.drafts)
         if ready is not None:
             yield from self._of_workers(ready)
 
@@ -208,6 +211,20 @@ class _EngineMetrics:
         yield counter("ringcore:expert_placements", "Layers whose experts were placed anew.", experts.num_placements)
         moved = "Bytes of weights of experts moved between ranks, all ranks."
         yield counter("ringcore:expert_moved_bytes", moved, experts.moved_bytes)
+
+    def _of_drafts(self, drafts: DraftStats) -> Iterable[Metric]:
+        counter = self._families.counter
+        yield counter("vllm:spec_decode_num_drafts", "Rows of steps with drafts.", drafts.num_drafts)
+        yield counter("vllm:spec_decode_num_draft_tokens", "Drafts verified.", drafts.num_draft_tokens)
+        yield counter("vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", drafts.num_accepted_tokens)
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by their place after the last token, 0 for the first.",
+            labels=self._families.names("position"),
+        )
+        for place, count in enumerate(drafts.accepted_at):
+            by_place.add_metric(self._families.values(str(place)), count)
+        yield by_place
 
     def _of_store(self, stored: StoredKVStats) -> Iterable[Metric]:
         counter, gauge = self._families.counter, self._families.gauge

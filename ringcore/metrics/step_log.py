@@ -9,6 +9,7 @@ from operator import itemgetter
 import msgspec
 import numpy as np
 
+from ringcore.metrics.draft_log import DraftStats
 from ringcore.metrics.histogram import BucketHistogram, HistogramCounts
 from ringcore.protocol.expert_placement import ExpertBalanceStats
 from ringcore.protocol.stored_kv import StoredKVStats
@@ -29,6 +30,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
     requests: HistogramCounts  # the batch size
     stored_kv: StoredKVStats | None = None  # with a store beyond the device
     experts: ExpertBalanceStats | None = None  # with redundant_experts
+    drafts: DraftStats | None = None  # with speculative
 
 
 class StepLog:

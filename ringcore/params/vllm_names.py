@@ -171,7 +171,10 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
     **_all(
         "max_num_queued_reqs max_num_queued_tokens", "'ringcore serve --max-concurrent-requests' bounds what waits here"
     ),
-    **_all("speculative_config spec_method spec_model spec_tokens", "speculative decoding is not served; leave it out"),
+    **_all(
+        "speculative_config spec_method spec_model spec_tokens",
+        'it is speculative={"method": "suffix"} here, for ngram too; a draft model, EAGLE and MTP are not served',
+    ),
     **_all("enable_expert_parallel", "it is expert_parallel here", False),
     **_all("enable_eplb", "give redundant_experts=N here: experts are placed by their tokens, also with 0", False),
     **_all("num_redundant_experts", "it is redundant_experts here", 0),

@@ -42,6 +42,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     seed: int  # the request's own, or one that the engine drew
     stop_token_ids: list[int]  # masked until min_tokens; includes EOS unless ignore_eos
     bad_words_token_ids: list[list[int]] = []  # sequences that must not be generated
+    cache_salt: str | None = None  # requests share what they wrote only within one salt; an empty string is a salt
 
 
 class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +106,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[PromptLogprobs] = []  # of rows that asked and whose prompt ends in this step
     num_gained: np.ndarray | None = None  # [num_sampled] int32: tokens of each, 1 to its `max_gained`; None: num_steps
     pooled: list[PooledPrompt] = []  # as `prompt_logprobs`
+    num_drafts: np.ndarray | None = None  # [num_sampled] int32: drafts of each that the model verified; None: none
 
 
 class PendingOutput(Protocol):

@@ -11,15 +11,15 @@ from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.scheduler.request import Request
 from ringcore.scheduler.vocabulary import Vocabulary
 
-__all__ = ["Admission", "MaxGain", "one_token"]
+__all__ = ["Admission", "MaxGain", "at_most"]
 
 # The most tokens that a request may gain in a step, at least 1: with k draft tokens a step it is k + 1.
 MaxGain = Callable[[EngineCoreRequest], int]
 
 
-def one_token(request: EngineCoreRequest) -> int:
-    """The `MaxGain` without speculative decoding."""
-    return 1
+def at_most(num_tokens: int) -> MaxGain:
+    """The `MaxGain` that is the same for every request; 1 without speculative decoding."""
+    return lambda request: num_tokens
 
 
 class Admission:

@@ -78,6 +78,7 @@ class RunningRequests:
             request.seed,
             request.stop_token_ids,
             request.bad_words_token_ids,
+            request.extra_keys.cache_salt,
         )
 
     def stop(self, requests: Sequence[Request]) -> None:

@@ -47,7 +47,7 @@ from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.protocol.messages import PauseMode
 from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest, EngineStats, OutputColumns
 from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
-from ringcore.scheduler.admission import Admission, MaxGain, one_token
+from ringcore.scheduler.admission import Admission, MaxGain, at_most
 from ringcore.scheduler.failures import failure, id_in_use, poison_request
 from ringcore.scheduler.planning import (
     add_drafts,
@@ -84,7 +84,7 @@ class Scheduler:
         vocab_size: int,
         seed: int,
         clock: Callable[[], float] = time.monotonic,
-        max_gain: MaxGain = one_token,
+        max_gain: MaxGain | None = None,
     ) -> None:
         self._config = config
         self._admission = Admission(
@@ -93,7 +93,7 @@ class Scheduler:
             vocab_size=vocab_size,
             max_logprobs=config.max_logprobs,
             seed=seed,
-            max_gain=max_gain,
+            max_gain=max_gain or at_most(config.max_gain),
         )
         self._clock = clock
         # Every unfinished request is in `_requests`, and in exactly one of `_running`, `_waiting`, `loading` and

@@ -152,6 +152,7 @@ class Worker(TracedWorker):
         self._runner.adjustments.grammars = self._grammars
         has_pages = time.monotonic()
         self._runner.warm_up()
+        self._runner.learn_costs(_require(self._tp, "init_device"))
         self._kv_cache_bytes = own.total_bytes
         if self._host_store is not None:
             self._rank_memory = RankMemory(platform, self._host_store)

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ringcore.config import EngineConfig
 from ringcore.front_end.engine_metrics import EngineMetrics, make_registry_of
 from ringcore.metrics import StepLog
+from ringcore.metrics.draft_log import DraftStats
 from ringcore.protocol.expert_placement import ExpertBalanceStats
 from ringcore.protocol.messages import EngineReady
 from ringcore.protocol.requests import NO_STATS
@@ -71,7 +72,8 @@ class Client:
 
     def call_engine(self, method, timeout):
         experts = ExpertBalanceStats(1.25, 1.5, 0.125, num_placements=3, moved_bytes=4096)
-        return msgspec.structs.replace(StepLog().metrics(), experts=experts)
+        drafts = DraftStats(num_drafts=5, num_draft_tokens=14, accepted_at=[4, 2, 0])
+        return msgspec.structs.replace(StepLog().metrics(), experts=experts, drafts=drafts)
 
 
 class NoPrompts:
@@ -110,6 +112,23 @@ def test_the_load_of_experts(samples):
         "expert_hottest_share": 0.125,
         "expert_placements_total": 3,
         "expert_moved_bytes_total": 4096,
+    }
+
+
+def test_drafts(samples):
+    start = "vllm:spec_decode_num_"
+    found = {
+        one.name.removeprefix(start) + one.labels.get("position", ""): one.value
+        for one in samples
+        if one.name.startswith(start)
+    }
+    assert found == {
+        "drafts_total": 5,
+        "draft_tokens_total": 14,
+        "accepted_tokens_total": 6,
+        "accepted_tokens_per_pos_total0": 4,
+        "accepted_tokens_per_pos_total1": 2,
+        "accepted_tokens_per_pos_total2": 0,
     }
 
 

@@ -27,6 +27,7 @@ class SampledRows(NamedTuple):
     prompt_logprobs: Sequence[LaunchedPromptLogprobs] = ()  # of prompts whose last chunk this step computed
     pooled: Sequence[LaunchedPooledPrompt] = ()  # likewise
     num_gained: np.ndarray | None = None  # [n]: tokens of each row; None: one each
+    num_drafts: np.ndarray | None = None  # [n]: drafts that the model verified; None: none
 
 
 def make_output(
@@ -38,7 +39,7 @@ def make_output(
     rows = steps[0].rows
     assert all(len(other.rows) == len(rows) for other in steps), "a row did not sample in each step of its message"
     assert len(steps) == 1 or steps[0].num_gained is None, "several steps, and several tokens in one of them"
-    spans = RowSpans(len(steps), steps[0].num_gained)
+    spans, num_drafts = RowSpans(len(steps), steps[0].num_gained), steps[0].num_drafts
     token_ids = np.stack([sampled.token_ids for sampled in steps], axis=1).reshape(-1)
     logprobs: list[TokenLogprobs | None] | None = None
     if any(sampled.logprobs for sampled in steps):
@@ -48,6 +49,7 @@ def make_output(
         good = ~np.isin(rows, list(errors))
         is_good = spans.repeat(good)
         rows, token_ids, spans = rows[good], token_ids[is_good], spans.kept(good)
+        num_drafts = None if num_drafts is None else num_drafts[good]
         logprobs = logprobs and [*compress(logprobs, is_good)]
     return ModelRunnerOutput(
         step,
@@ -58,4 +60,5 @@ def make_output(
         [one.result() for sampled in steps for one in sampled.prompt_logprobs if one.row not in errors],
         None if spans.counts is None else int_array(spans.counts),
         [one.result() for sampled in steps for one in sampled.pooled if one.row not in errors],
+        None if num_drafts is None else int_array(num_drafts),
     )

@@ -9,6 +9,7 @@ import torch
 
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kernels.upload import upload
+from ringcore.protocol.row_spans import RowSpans
 from ringcore.worker.rows.request_rows import RequestRows
 
 __all__ = ["InputBatch"]
@@ -22,10 +23,12 @@ class InputBatch:
     positions: torch.Tensor  # [num_tokens] int64
     metadata: tuple[AttentionMetadata, ...]  # by KV cache group: they differ in block table and slot mapping
     sample_rows: np.ndarray  # [num_sampled] int32: rows whose known tokens are all computed after the step
-    sample_tokens: torch.Tensor | None  # [num_sampled] int64: indices of their last tokens; None: all, in order
+    # [num_positions] int64: indices of their last tokens, each followed by those of its drafts; None: all, in order
+    sample_tokens: torch.Tensor | None
+    sample_drafts: np.ndarray | None = None  # [num_sampled] int64: drafts of each; None: none
 
-    def last_tokens_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_tokens, hidden_size] -> [num_sampled, hidden_size], of the tokens at which rows sample."""
+    def sampled_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [num_tokens, hidden_size] -> [num_positions, hidden_size], of the tokens after which rows sample."""
         return hidden if self.sample_tokens is None else hidden[self.sample_tokens]
 
     @property
@@ -43,8 +46,11 @@ class InputBatch:
         *,
         starts: np.ndarray | None = None,
         num_decodes: int = 0,
+        drafts: np.ndarray | None = None,
     ) -> InputBatch:
         """The next num_scheduled_tokens[i] >= 1 tokens of row scheduled[i], on `device`; None: one each.
+
+        drafts: [n] int64, how many of them are drafts after its last known token; None: none.
 
         starts: [n] int64, the position of each row's first token, by default its first uncomputed one. num_decodes: see
         `AttentionMetadata`.
@@ -61,16 +67,22 @@ class InputBatch:
             # Token t of the step is the (t - first token of its row)-th from the row's start.
             positions = np.arange(len(token_rows)) + np.repeat(starts - query_start_loc[:-1], num_scheduled_tokens)
             seq_lens, max_query_len = starts + num_scheduled_tokens, int(num_scheduled_tokens.max())
-        assert (seq_lens <= rows.num_tokens[scheduled]).all(), "a step has tokens that its row does not"
-        sampling = seq_lens == rows.num_tokens[scheduled]
-        last_tokens = query_start_loc[1:][sampling].astype(np.int64) - 1
+        num_known = seq_lens if drafts is None else seq_lens - drafts
+        assert (num_known <= rows.num_tokens[scheduled]).all(), "a step has tokens that its row does not"
+        sampling = num_known == rows.num_tokens[scheduled]
+        sample_tokens = query_start_loc[1:][sampling].astype(np.int64) - 1
+        sample_drafts = None if drafts is None else drafts[sampling]
+        if sample_drafts is not None:
+            spans = RowSpans(1, 1 + sample_drafts)
+            sample_tokens = spans.repeat(sample_tokens - sample_drafts) + spans.offsets(len(sample_drafts))
         lens = query_start_loc, seq_lens, max_query_len
         return cls(
             input_ids=upload(np.maximum(rows.token_ids[token_rows, positions], 0).astype(np.int64), device),
             positions=upload(positions, device),
             metadata=_metadata(rows, scheduled, *lens, token_rows, positions, num_decodes, device),
             sample_rows=scheduled[sampling],
-            sample_tokens=None if len(last_tokens) == len(token_rows) else upload(last_tokens, device),
+            sample_tokens=None if len(sample_tokens) == len(token_rows) else upload(sample_tokens, device),
+            sample_drafts=sample_drafts,
         )
 
 

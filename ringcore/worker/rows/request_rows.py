@@ -51,7 +51,7 @@ class RequestRows:
         listeners: Sequence[RowListener] = (),
         parameters: RowParameters = ROW_PARAMETERS,
     ) -> None:
-        self._listeners = listeners
+        self._listeners = [*listeners]
         self._record = parameters.record
         self.block_tables = [  # by KV cache group
             BlockTable(max_num_seqs, kv_cache.max_model_len, group.spec.block_size) for group in kv_cache.groups
@@ -76,7 +76,7 @@ class RequestRows:
         """
         self._clear(delta.finished_rows)
         for request in delta.new_requests:
-            self._admit(request)
+            self.admit(request)
         appended = []
         if delta.new_blocks:
             tables = zip(self.block_tables, delta.new_blocks, strict=True)
@@ -84,6 +84,10 @@ class RequestRows:
         if delta.rows is not None:
             self.scheduled = delta.rows.copy()  # the message's memory may be the sender's ring buffer
         return appended
+
+    def add_listener(self, listener: RowListener) -> None:
+        """To be notified of rows that are admitted or cleared from now on."""
+        self._listeners.append(listener)
 
     def clear(self) -> None:
         """Clears every row."""
@@ -100,7 +104,8 @@ class RequestRows:
             for listener in self._listeners:
                 listener.clear(rows)
 
-    def _admit(self, request: NewRequest) -> None:
+    def admit(self, request: NewRequest) -> None:
+        """Into a row that is not in use; a step does it by `apply`."""
         row, num_tokens = request.row, len(request.token_ids)
         assert not self.num_tokens[row], f"row {row} is in use"
         assert request.num_computed_tokens < num_tokens <= self.token_ids.shape[1]

@@ -97,7 +97,13 @@ class DeviceLauncher(StepLauncher):
         if not len(self._stages.rows.scheduled):
             self._device_rows.write()
 
-    def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> DeviceStep:
+    def launch(
+        self,
+        scheduled: np.ndarray,
+        counts: np.ndarray | None,
+        errors: dict[int, RowError],
+        max_gained: np.ndarray | None = None,
+    ) -> DeviceStep:
         self._stages.adjustments.report_failed(scheduled, errors)
         self._port.await_tokens(scheduled)
         order = BatchOrder.of(self._stages.rows, scheduled, counts, self._stages.pooled_prompts.is_pending)
@@ -216,7 +222,7 @@ class DeviceLauncher(StepLauncher):
         rows = batch.sample_rows
         if not len(rows):
             return _no_samples(hidden, finish)
-        logits = self._stages.paged.model.compute_logits(batch.last_tokens_of(hidden))
+        logits = self._stages.paged.model.compute_logits(batch.sampled_of(hidden))
         inputs = DeviceSamplingInputs.from_host(self._stages.rows.sampling_inputs(rows), self._device)
         # Zeros: in kernel warm-up, which intercepts launches, these ids are used as indices without being sampled.
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=self._device)

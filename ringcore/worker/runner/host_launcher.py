@@ -14,6 +14,8 @@ from ringcore.model_executor.sampler import sample
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.tracing import now_ns
 from ringcore.tracing.kinds import COMPUTED
+from ringcore.worker.drafts.proposer import draft
+from ringcore.worker.logits.draft_turns import DraftTurns
 from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
 from ringcore.worker.logits.sampling_stage import ALL_MASKED, not_finite
 from ringcore.worker.logits.step_output import SampledRows
@@ -69,16 +71,24 @@ class HostLauncher(StepLauncher):
     def capture_graph(self) -> None:
         """A no-op."""
 
-    def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> HostStep:
+    def launch(
+        self,
+        scheduled: np.ndarray,
+        counts: np.ndarray | None,
+        errors: dict[int, RowError],
+        max_gained: np.ndarray | None = None,
+    ) -> HostStep:
         stages, tracer = self._stages, self._stages.tracer
         began = tracer.is_on and now_ns()
         self._port.await_tokens(scheduled)
-        batch = InputBatch.gather(stages.rows, scheduled, counts, stages.device)
+        drafts = draft(stages.proposer, stages.rows, scheduled, counts, max_gained)
+        num_tokens = counts if drafts is None else drafts + (1 if counts is None else counts)
+        batch = InputBatch.gather(stages.rows, scheduled, num_tokens, stages.device, drafts=drafts)
         inputs = self._port.inputs(batch.input_ids)
         prepared = began and now_ns()
         hidden = stages.paged.forward_batch(inputs, batch)
         computed = began and now_ns()
-        self._isolate_non_finite(batch, scheduled, counts, hidden, errors)
+        self._isolate_non_finite(batch, scheduled, drafts, hidden, errors)
         stages.prompt_logprobs.take(hidden, batch, scheduled, stages.rows)
         stages.pooled_prompts.take(hidden, batch, scheduled, stages.rows)
         stages.rows.advance(scheduled, counts)
@@ -105,6 +115,15 @@ class HostLauncher(StepLauncher):
         stages, rows = self._stages, batch.sample_rows
         if not len(rows):
             return SampledRows(rows, rows, None)
+        logits = stages.paged.model.compute_logits(batch.sampled_of(hidden))
+        turns = DraftTurns(stages.rows, rows, batch.sample_drafts)
+        while len(turns.rows):
+            self._sample_turn(turns, turns.logits_of(logits), errors)
+        return turns.sampled()
+
+    def _sample_turn(self, turns: DraftTurns, logits: torch.Tensor, errors: dict[int, RowError]) -> None:
+        """logits: [n, vocab_size], of the turn's rows [n]."""
+        stages, rows = self._stages, turns.rows
         inputs = stages.rows.sampling_inputs(rows)
         sampled_ids = np.zeros(len(rows), dtype=np.int32)
 
@@ -115,21 +134,20 @@ class HostLauncher(StepLauncher):
         def append(token_ids: torch.Tensor, ok: torch.Tensor) -> None:
             sampled_ids[:] = token_ids.numpy()
             self._port.return_tokens(token_ids)
-            stages.rows.append_tokens(rows, sampled_ids)  # also of rows with an error: the next step may be scheduled
+            turns.append(sampled_ids)  # also to rows with an error: the next step may be scheduled
 
-        logits = stages.paged.model.compute_logits(batch.last_tokens_of(hidden))
         samples = stages.sampling.sample(logits, rows, draw, append, errors)
         for place in np.flatnonzero(~samples.ok.numpy()).tolist():
             row, is_masked = int(rows[place]), samples.is_adjusted and sampled_ids[place] == ALL_MASKED
             error = RowError(row, NO_TOKEN_LEFT) if is_masked else not_finite(row, "logits", stages.dtype)
             errors.setdefault(row, error)
-        return SampledRows(rows, sampled_ids, None if samples.logprobs is None else samples.logprobs.result())
+        turns.end(sampled_ids, None if samples.logprobs is None else samples.logprobs.result())
 
     def _isolate_non_finite(
         self,
         batch: InputBatch,
         scheduled: np.ndarray,
-        counts: np.ndarray | None,
+        drafts: np.ndarray | None,
         hidden: torch.Tensor,
         errors: dict[int, RowError],
     ) -> None:
@@ -145,7 +163,8 @@ class HostLauncher(StepLauncher):
         non_finite = ~np.logical_and.reduceat(finite, batch.query_start_loc_cpu[:-1])
         if not non_finite.any():
             return
-        counts = None if counts is None else counts[non_finite]
-        stages.paged.zero_kv(InputBatch.gather(stages.rows, scheduled[non_finite], counts, stages.device))
+        rows, counts = scheduled[non_finite], np.diff(batch.query_start_loc_cpu)[non_finite]
+        drafts = None if drafts is None else drafts[non_finite]
+        stages.paged.zero_kv(InputBatch.gather(stages.rows, rows, counts, stages.device, drafts=drafts))
         for row in scheduled[non_finite].tolist():
             errors.setdefault(row, not_finite(row, "hidden states", stages.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringcore.config import EngineConfig
+from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.pipeline import StageLink
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.params.sampling_params import SamplingParams
@@ -12,12 +13,14 @@ from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.tracing import Tracer, now_ns
 from ringcore.tracing.kinds import APPLIED
+from ringcore.worker.drafts.methods import make_proposer
 from ringcore.worker.logits.pooled_prompts import PooledPromptRows
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
 from ringcore.worker.logits.row_adjustments import RowAdjustments
 from ringcore.worker.logits.sampling_stage import SamplingStage
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rows.request_rows import RequestRows
+from ringcore.worker.runner.draft_costs import measure_steps
 from ringcore.worker.runner.loaded_model import LoadedModel
 from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.runner.step_launcher import LaunchedSteps, StepLauncher, StepStages
@@ -71,6 +74,7 @@ class ModelRunner:
             dtype=loaded.dtype,
             tracer=tracer,
             link=link,
+            proposer=make_proposer(config, self.rows),
         )
         self.launcher = launcher(self._stages, config)
         self._kv_cache_config = kv_cache_config
@@ -89,7 +93,8 @@ class ModelRunner:
         output = LaunchedSteps(step.step, len(scheduled), self._is_output_rank)
         for index in range(step.num_steps if len(scheduled) else 0):
             output.read(index + 1 - self.launcher.max_unread_steps)
-            output.launched.append(self.launcher.launch(scheduled, counts if index == 0 else None, output.errors))
+            first = (counts if index == 0 else None), output.errors, step.max_gained
+            output.launched.append(self.launcher.launch(scheduled, *first))
         return output
 
     @torch.inference_mode()
@@ -102,6 +107,14 @@ class ModelRunner:
             self.execute(_one_token(len(self._kv_cache_config.groups))).result()
             self.rows.clear()
         self.launcher.warm_up()
+
+    def learn_costs(self, tp: TensorParallel) -> None:
+        """Tells the proposer, if there is one, what steps cost; on all ranks together, while there are no rows."""
+        stages = self._stages
+        if stages.proposer is not None:
+            sizes, seconds = measure_steps(self.paged, self.rows, self._kv_cache_config, stages.device, tp)
+            if len(sizes) > 1:
+                stages.proposer.learn_costs(sizes, seconds)
 
     @property
     def num_graphs_left(self) -> int:

@@ -14,6 +14,7 @@ from ringcore.config import EngineConfig
 from ringcore.distributed.pipeline import StageLink
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError
 from ringcore.tracing import Tracer
+from ringcore.worker.drafts.proposer import Proposer
 from ringcore.worker.logits.pooled_prompts import PooledPromptRows
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
 from ringcore.worker.logits.row_adjustments import AdjustmentOps, RowAdjustments
@@ -56,6 +57,7 @@ class StepStages:
     dtype: str  # the model's compute dtype
     tracer: Tracer
     link: StageLink | None  # to the other stages of a pipeline; None: there are none
+    proposer: Proposer | None = None  # None: no row has drafts
 
 
 class StepLauncher(ABC):
@@ -77,9 +79,16 @@ class StepLauncher(ABC):
         group."""
 
     @abstractmethod
-    def launch(self, scheduled: np.ndarray, counts: np.ndarray | None, errors: dict[int, RowError]) -> LaunchedStep:
+    def launch(
+        self,
+        scheduled: np.ndarray,
+        counts: np.ndarray | None,
+        errors: dict[int, RowError],
+        max_gained: np.ndarray | None = None,
+    ) -> LaunchedStep:
         """Launches a step of the next counts[i] tokens of row scheduled[i]; None: one each. A row samples if all its
-        known tokens are computed then.
+        known tokens are computed then, and gains up to max_gained[i] tokens, drafts that the model accepts and one
+        more; None: one each.
 
         errors: of the whole message, by row; added to now and when the step is read. A row with an error still
         advances: steps in flight may contain it.

@@ -74,7 +74,7 @@ def activation_bytes(spec: AnySpec, config: EngineConfig, dtype: str) -> int:
         inner = spec.layer_width  # on every rank: what is not in the model's plan is not split
     layer = num_tokens * (4 * spec.hidden_size + inner) * DTYPE_BYTES[dtype]
     mask = min(_MASK_ROWS, num_tokens) * config.model.context_len * DTYPE_BYTES[dtype]
-    num_sampled = min(config.scheduler.max_num_seqs, num_tokens)
+    num_sampled = min(config.scheduler.max_sampled_positions, num_tokens)
     num_prompt_rows = min(num_tokens, positions_at_once(spec.vocab_size, 0))
     num_rows = max(_LOGITS_ARRAYS * num_sampled, _PROMPT_LOGITS_ARRAYS * num_prompt_rows)
     return layer + mask + num_rows * spec.vocab_size * 4

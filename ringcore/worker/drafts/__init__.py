@@ -1,0 +1,1 @@
+"""Speculative decoding without a second model: drafts, which the model verifies in the same step."""

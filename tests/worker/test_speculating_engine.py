@@ -1,0 +1,133 @@
+"""Engines with and without speculative decoding write the same: greedy and sampled, with one step in flight and two, on
+two ranks, and where blocks are short."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringcore import EngineConfig, EngineCore, SamplingParams
+from ringcore.errors import ConfigError, UnknownOptionError
+from ringcore.metrics.draft_log import DraftLog, DraftStats
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.requests import EngineCoreRequest
+from ringcore.protocol.steps import ModelRunnerOutput
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SUFFIX = {"method": "suffix", "num_drafts": 5, "min_match": 1}
+REPEATED = [5, 17, 80, 3, 44, 9, 61] * 3
+PROMPTS = [REPEATED, REPEATED[:16], [11, 60, 23, 11, 60, 23], [7, 7, 7, 7, 7], REPEATED[2:], [90, 12, 33]]
+
+
+def params(index: int) -> SamplingParams:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "logit_bias": {5: 60.0}},  # writes it alone: its drafts are right
+        {"temperature": 0.8, "seed": 3, "logit_bias": {5: 6.0, 17: 6.0}, "logprobs": 2},
+        {"temperature": 0, "repetition_penalty": 1.3, "min_tokens": 12},
+        {"temperature": 1.0, "seed": 9, "top_p": 0.9, "stop_token_ids": [44, 45, 46]},
+        {"temperature": 0, "bad_words": ["a b"]},
+    ]
+    return SamplingParams(**{"max_tokens": 40, **kinds[index]})
+
+
+def write(core: EngineCore, salt: str) -> list[list[int]]:
+    written: dict[str, list[int]] = {}
+    for index, prompt in enumerate(PROMPTS):
+        request_id = f"{salt}-{index}"
+        written[request_id] = []
+        core.add_request(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                sampling_params=params(index),
+                arrival_s=time.monotonic(),
+                cache_salt=salt,
+                bad_words_token_ids=[[60, 23]] if index == 5 else [],
+            )
+        )
+    while core.has_unfinished:
+        for output in core.step().outputs:
+            assert output.error is None
+            written[output.request_id] += output.new_token_ids
+            if output.request_id.endswith("-2"):
+                assert output.logprobs is not None
+                assert [one.token_ids[0] for one in output.logprobs] == output.new_token_ids
+    return [*written.values()]
+
+
+def engine(folder: str, **options: Any) -> EngineCore:
+    return EngineCore(EngineConfig.from_options(model=folder, **OPTIONS | {"num_blocks_override": 60} | options))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama: tuple[str, Any]) -> Iterator[list[list[int]]]:
+    core = engine(tiny_llama[0], executor="uniproc")
+    yield write(core, "plain")
+    core.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": "uniproc"},
+        {
+            "executor": "uniproc",
+            "steps_in_flight": 2,
+            "num_blocks_override": 24,
+            "max_model_len": 64,
+        },  # rows are preempted
+        pytest.param({"executor": "multiproc", "tensor_parallel_size": 2, "steps_in_flight": 2}, id="two ranks"),
+    ],
+)
+def test_an_engine_with_drafts_writes_the_same(
+    tiny_llama: tuple[str, Any], plain: list[list[int]], options: dict[str, Any]
+) -> None:
+    core = engine(tiny_llama[0], speculative=SUFFIX, **options)
+    try:
+        assert write(core, "first") == plain
+        assert write(core, "first") == plain  # by what the first wrote
+        assert core.stats().num_free_blocks >= core.ready.num_blocks - 1
+        assert (core.stats().num_preemptions > 0) == ("num_blocks_override" in options)
+        drafts = core.step_metrics().drafts
+        assert drafts is not None
+        assert drafts.num_draft_tokens >= drafts.num_drafts > 0
+        assert drafts.num_accepted_tokens > 20
+    finally:
+        core.shutdown()
+
+
+def test_drafts_are_counted_by_their_place() -> None:
+    log = DraftLog(3)
+    log.count(ModelRunnerOutput(1, None, int_array([1, 2])))
+    gained, drafts = int_array([3, 1, 1, 4]), int_array([3, 2, 0, 3])
+    log.count(ModelRunnerOutput(2, None, int_array(np.zeros(9)), num_gained=gained, num_drafts=drafts))
+    assert log.stats() == DraftStats(3, 8, [2, 2, 1])
+    assert DraftLog(0).stats() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative": "suffix"}, "give an object as"),
+        ({"speculative": {"num_drafts": 3}}, "give an object as"),
+        ({"speculative": {"method": "eagle"}}, r"speculative.method='eagle': give one of suffix"),
+        ({"speculative": SUFFIX | {"num_drafts": 0}}, r"speculative.num_drafts=0: give an integer from 1 to 64"),
+        ({"speculative": SUFFIX | {"min_match": True}}, r"speculative.min_match=True"),
+        ({"speculative": SUFFIX | {"shared_tokens": -1}}, r"speculative.shared_tokens=-1"),
+        ({"speculative": SUFFIX, "pipeline_parallel_size": 2}, "give pipeline_parallel_size=1"),
+        ({"speculative": SUFFIX, "device": "cuda"}, "give device='cpu'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tiny_llama: tuple[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_options(model=tiny_llama[0], **OPTIONS | options)
+
+
+def test_an_unknown_field_names_the_nearest(tiny_llama: tuple[str, Any]) -> None:
+    with pytest.raises(UnknownOptionError, match="num_drafts"):
+        EngineConfig.from_options(model=tiny_llama[0], speculative={"method": "suffix", "num_draft": 3})
