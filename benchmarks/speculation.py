@@ -52,7 +52,8 @@ _PASSAGE = (
 _PLACES = ("Arnholm", "Bellmar", "Corvik", "Dunmore", "Eskby", "Falren", "Grenna", "Hollis")
 PROMPTS = {
     "code edit": f"Here is a Python function of the module {{0}}:\n\n```python\n{_CODE}```\n\nThe same function for "
-    "the module {0}, with the docstring 'Join intervals.':\n\n```python\ndef merge_intervals(intervals):\n",
+    "the module {0}, with the docstring 'Join intervals.':\n\n```python\ndef merge_intervals(intervals):\n"
+    '    """Join intervals."""\n',
     "quote": f"The text:\n\n{_PASSAGE}\n\nThe same text, word by word:\n\n{_PASSAGE[:150]}",
     "free text": "Write a long story about a journey to {0}.\n\nIt was",
 }

@@ -10,7 +10,7 @@ __all__ = ["DraftOdds"]
 
 _ROW_DECAY, _ALL_DECAY = 0.97, 0.998  # of a count, for each token that tells
 _PRIOR = 3.0  # tokens by which a row's odds are those of all rows
-_LEAST_GAIN = 1.05  # a step with drafts must promise so many times the tokens a second: odds and costs are estimates
+_LEAST_GAIN = 1.15  # a step with drafts must promise so many times the tokens a second: odds and costs are estimates
 _AT_FIRST = (0.3, 0.5, 0.7)  # the odds of a match of each length, before any was seen
 
 
