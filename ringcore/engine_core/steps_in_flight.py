@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from ringcore.config import SchedulerConfig
 from ringcore.engine_core.admin.step_times import BATCH, StepTimes
+from ringcore.engine_core.draft_margin import DraftMargin
 from ringcore.engine_core.step_observer import StepObserver
 from ringcore.engine_core.supervisor import WorkerSupervisor
 from ringcore.engine_core.tracing import EngineTracing
@@ -50,7 +53,7 @@ class StepsInFlight:
         self.observers: list[StepObserver] = []
         tracing.observers = self.observers
         self._num_rows = 0  # of the last completed step
-        self.drafts = DraftLog(config.max_gain - 1)
+        self.drafts, self._margin = DraftLog(config.max_gain - 1), DraftMargin()
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
 
@@ -77,9 +80,14 @@ class StepsInFlight:
             model_output = future.result()
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_completed += 1
-        taken_s = self.last_completed_s = self._clock()
+        last_s, taken_s = self.last_completed_s, self._clock()
+        self.last_completed_s = taken_s
         columns = self._scheduler.update(scheduled, model_output)
         self.drafts.count(model_output)
+        if scheduled.max_gained is not None and scheduled.num_scheduled_tokens is None:
+            seconds = taken_s - max(launched_s, last_s or 0.0)
+            has_drafts = model_output.num_drafts is not None and bool(model_output.num_drafts.any())
+            self._margin.record(scheduled.num_tokens, len(model_output.token_ids), seconds, has_drafts)
         if scheduled.rows is not None:
             self._num_rows = len(scheduled.rows)
         record = (
@@ -109,6 +117,8 @@ class StepsInFlight:
         scheduled = self._scheduler.schedule(max_steps)
         if scheduled is None:
             return False
+        if scheduled.max_gained is not None:
+            scheduled = msgspec.structs.replace(scheduled, draft_margin=self._margin.next(len(scheduled.max_gained)))
         scheduled_s = self._clock()
         with self._supervisor.guarded():
             future = self._executor.execute_model(scheduled)

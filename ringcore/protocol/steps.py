@@ -76,6 +76,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int  # known tokens that are computed, over all rows and steps; without drafts
     max_gained: np.ndarray | None = None  # [num_scheduled] int32, each at least 1; None: one token each and step
     kv_transfers: KVTransfers | None = None  # before the step; it may have no rows then
+    # With `max_gained`: how many times the tokens a second of a step without drafts one with drafts must promise.
+    draft_margin: float = 1.0
 
     def composition(self) -> tuple[int, int, int, int, int, int]:
         """For a trace: the first step, the number of steps, rows, those that compute one token, tokens, and new

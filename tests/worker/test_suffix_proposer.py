@@ -153,10 +153,11 @@ def test_rows_share_what_pays_by_their_odds() -> None:
     assert odds.of(rows) == pytest.approx([0.95, 0.5, 0.05], abs=0.1)
     most = np.full(3, NUM_DRAFTS)
     cheap, dear = StepCosts((1, 2), (1.0, 1.02)), StepCosts((1, 2), (1.0, 2.0))
-    counts = odds.choose(rows, most, 3, cheap).tolist()
+    counts = odds.choose(rows, most, 3, cheap, 1.15).tolist()
     assert counts[0] == NUM_DRAFTS > counts[1] > 0 == counts[2]
-    assert odds.choose(rows, most, 3, dear).tolist() == [0, 0, 0]
-    assert odds.choose(rows, np.array([2, 0, 1]), 3, cheap).tolist() == [2, 0, 0]
+    assert odds.choose(rows, most, 3, dear, 1.15).tolist() == [0, 0, 0]
+    assert odds.choose(rows, np.array([2, 0, 1]), 3, cheap, 1.15).tolist() == [2, 0, 0]
+    assert odds.choose(rows, most, 3, cheap, float("inf")).tolist() == [0, 0, 0]
 
 
 def test_a_disturbed_measurement_costs_no_more_than_a_larger_step() -> None:

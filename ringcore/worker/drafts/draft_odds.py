@@ -10,7 +10,6 @@ __all__ = ["DraftOdds"]
 
 _ROW_DECAY, _ALL_DECAY = 0.97, 0.998  # of a count, for each token that tells
 _PRIOR = 3.0  # tokens by which a row's odds are those of all rows
-_LEAST_GAIN = 1.15  # a step with drafts must promise so many times the tokens a second: odds and costs are estimates
 _AT_FIRST = (0.3, 0.5, 0.7)  # the odds of a match of each length, before any was seen
 
 
@@ -70,9 +69,11 @@ class DraftOdds:
         odds: np.ndarray = (self._right[rows, kinds] + _PRIOR * of_all) / (self._seen[rows, kinds] + _PRIOR)
         return odds
 
-    def choose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int, costs: StepCosts) -> np.ndarray:
+    def choose(
+        self, rows: np.ndarray, most: np.ndarray, num_tokens: int, costs: StepCosts, margin: float
+    ) -> np.ndarray:
         """Divides drafts among rows [n], at most most[i] for row i -> [n] int64: as many as promise the most tokens a
-        second of a step that has num_tokens besides."""
+        second of a step that has num_tokens besides. None where that is not margin times as many as without."""
         places = np.arange(self._tokens.shape[1])
         odds = np.where(places < most[:, None], self.of(rows)[:, None] ** (places + 1), 0.0)
         order = np.argsort(-odds, axis=None, kind="stable")  # of a row the nearer ones come first
@@ -80,6 +81,6 @@ class DraftOdds:
         promised = np.concatenate(([0.0], np.cumsum(odds.reshape(-1)[order])))
         speed = (len(rows) + promised) / (len(rows) * costs.relative(num_tokens, len(order)))
         best = int(speed.argmax())
-        if speed[best] < _LEAST_GAIN:
+        if speed[best] < margin:
             best = 0
         return np.bincount(order[:best] // len(places), minlength=len(rows))

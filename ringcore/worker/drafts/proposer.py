@@ -24,7 +24,13 @@ class Drafts(NamedTuple):
 
 class Proposer(ABC):
     """Drafts for the rows of one rank. Every rank calls its own alike and must get the same drafts: they may follow
-    from the rows' tokens and from what all ranks were told, never from a clock of this rank."""
+    from the rows' tokens and from what all ranks were told, never from a clock of this rank.
+
+    margin: how many times the tokens a second of a step without drafts the next one must promise, as the engine says;
+    infinite: it must have none.
+    """
+
+    margin = 1.0
 
     def __init__(self, config: EngineConfig, rows: RequestRows) -> None:
         """config: with `speculative`."""

@@ -67,7 +67,7 @@ class SuffixProposer(Proposer):
         self.odds.observe(rows, self.rows.token_ids, num_known)
         token_ids, counts, lengths = self.find(rows)
         self.odds.predicted(rows, token_ids, counts, lengths, num_known)
-        chosen = self.odds.choose(rows, np.minimum(counts, most), num_tokens, self.costs)
+        chosen = self.odds.choose(rows, np.minimum(counts, most), num_tokens, self.costs, self.margin)
         return Drafts(chosen, token_ids[np.arange(self._num_drafts) < chosen[:, None]].astype(np.int32))
 
     def find(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -90,6 +90,8 @@ class ModelRunner:
             self._tracer.record((APPLIED.number, began, now_ns(), step.step))
             self._tracer.check(began)  # of a worker in the engine's process, which has no loop of its own
         scheduled, counts = self.rows.scheduled, step.num_scheduled_tokens
+        if self._stages.proposer is not None:
+            self._stages.proposer.margin = step.draft_margin
         output = LaunchedSteps(step.step, len(scheduled), self._is_output_rank)
         for index in range(step.num_steps if len(scheduled) else 0):
             output.read(index + 1 - self.launcher.max_unread_steps)
