@@ -17,7 +17,7 @@ from ringcore.executor.base import Executor
 from ringcore.executor.rpc_call import RpcFuture
 from ringcore.metrics.draft_log import DraftLog
 from ringcore.protocol.requests import OutputColumns
-from ringcore.protocol.steps import SchedulerOutput
+from ringcore.protocol.steps import ModelRunnerOutput, SchedulerOutput
 from ringcore.scheduler.scheduler import Scheduler
 from ringcore.tracing.kinds import STEP
 
@@ -80,16 +80,9 @@ class StepsInFlight:
             model_output = future.result()
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_completed += 1
-        last_s, taken_s = self.last_completed_s, self._clock()
-        self.last_completed_s = taken_s
+        taken_s = self._clock()
+        self._count_completed(scheduled, model_output, launched_s, taken_s)
         columns = self._scheduler.update(scheduled, model_output)
-        self.drafts.count(model_output)
-        if scheduled.max_gained is not None and scheduled.num_scheduled_tokens is None:
-            seconds = taken_s - max(launched_s, last_s or 0.0)
-            has_drafts = model_output.num_drafts is not None and bool(model_output.num_drafts.any())
-            self._margin.record(scheduled.num_tokens, len(model_output.token_ids), seconds, has_drafts)
-        if scheduled.rows is not None:
-            self._num_rows = len(scheduled.rows)
         record = (
             _STEP,
             began_s,
@@ -110,6 +103,18 @@ class StepsInFlight:
         for observer in tuple(self.observers):  # a trace leaves them at its deadline
             observer.completed(record, columns)
         return columns
+
+    def _count_completed(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, launched_s: float, taken_s: float
+    ) -> None:
+        self.drafts.count(output)
+        if scheduled.max_gained is not None and scheduled.num_scheduled_tokens is None:  # all rows decode
+            seconds = taken_s - max(launched_s, self.last_completed_s or 0.0)
+            has_drafts = output.num_drafts is not None and bool(output.num_drafts.any())
+            self._margin.record(scheduled.num_tokens, len(output.token_ids), seconds, has_drafts)
+        self.last_completed_s = taken_s
+        if scheduled.rows is not None:
+            self._num_rows = len(scheduled.rows)
 
     def _launch_next(self, max_steps: int) -> bool:
         """-> whether there was a step to launch."""
