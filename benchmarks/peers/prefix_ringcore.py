@@ -56,13 +56,14 @@ class RingcorePrefixCache(PrefixChild):
 
     def take(self, request: Any) -> None:
         num_tokens = len(request.tokens)
-        if not self._manager.start(ROW, request, num_tokens, num_tokens, self._manager.no_prefix()):
+        if not self._manager.reserve(ROW, request, num_tokens, num_tokens, self._manager.no_prefix()):
             raise RuntimeError(f"no blocks for {num_tokens} tokens")
+        self._manager.allocate_reserved()
         token_ids = np.frombuffer(request.tokens, np.int32).reshape(1, num_tokens)
         self._manager.publish(self._rows, token_ids, np.array([num_tokens]))
 
     def free(self, request: Any) -> None:
-        self._manager.free(ROW)
+        self._manager.free_rows(self._rows)
 
     def reset(self) -> None:
         if not self._manager.reset_prefix_cache():

@@ -150,7 +150,7 @@ class SchedulerConfig:
     speculative: dict[str, Any] | None = _option(
         None,
         'speculative decoding without a second model, as {"method": "suffix", "num_drafts": 8, "min_match": 3, '
-        '"shared_tokens": 262144}, all but the method optional; None is one token in a step',
+        '"shared_tokens": 262144}, all but the method optional; None means one token in a step',
     )
     # resolved
     num_stages: int = 1  # `ParallelConfig.pipeline_parallel_size`

@@ -24,7 +24,8 @@ def test_tokens_are_final_then_told_then_counted(monkeypatch: pytest.MonkeyPatch
     rows: Any = SimpleNamespace(generated=None, parameters={"num_logprobs": np.array([2, -1, -1])})
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 0.0, 0.0], [torch.nan, 0.0, 0.0]])
 
-    def launch_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray) -> None:
+    def launch_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray, by_row: bool) -> None:
+        assert not by_row
         assert raw is logits, "not the adjusted ones"
         log.append(("logprobs", token_ids.tolist(), num_logprobs.tolist()))
 

@@ -96,7 +96,7 @@ def test_the_device_says_how_many_tokens_a_step_has(tiny_llama: tuple[str, Any])
     worker.init_device()
     device = worker.health()["device"]
     assert device == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert worker.config.scheduler.token_budget == {"cuda": 8192, "cpu": 2048}[device]
+    assert worker.config.scheduler.token_budget == {"cuda": 8192, "cpu": 512}[device]
     worker.shutdown()
 
 
