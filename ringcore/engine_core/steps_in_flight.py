@@ -81,7 +81,7 @@ class StepsInFlight:
         self._steps.popleft()  # only now: an interrupt while waiting must not lose the step
         self.num_completed += 1
         taken_s = self._clock()
-        self._count_completed(scheduled, model_output, launched_s, taken_s)
+        self._count_completed(scheduled, model_output, scheduled_s, taken_s)
         columns = self._scheduler.update(scheduled, model_output)
         record = (
             _STEP,
@@ -105,11 +105,11 @@ class StepsInFlight:
         return columns
 
     def _count_completed(
-        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, launched_s: float, taken_s: float
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, scheduled_s: float, taken_s: float
     ) -> None:
         self.drafts.count(output)
         if scheduled.max_gained is not None and scheduled.num_scheduled_tokens is None:  # all rows decode
-            seconds = taken_s - max(launched_s, self.last_completed_s or 0.0)
+            seconds = taken_s - max(scheduled_s, self.last_completed_s or 0.0)  # an executor may run it in the launch
             has_drafts = output.num_drafts is not None and bool(output.num_drafts.any())
             self._margin.record(scheduled.num_tokens, len(output.token_ids), seconds, has_drafts)
         self.last_completed_s = taken_s

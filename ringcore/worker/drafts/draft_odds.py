@@ -10,6 +10,7 @@ __all__ = ["DraftOdds"]
 
 _ROW_DECAY, _ALL_DECAY = 0.97, 0.998  # of a count, for each token that tells
 _PRIOR = 3.0  # tokens by which a row's odds are those of all rows
+_LEAST_SPEED = 0.98  # of a row in a step with drafts, against one without
 _AT_FIRST = (0.3, 0.5, 0.7)  # the odds of a match of each length, before any was seen
 
 
@@ -73,13 +74,18 @@ class DraftOdds:
         self, rows: np.ndarray, most: np.ndarray, num_tokens: int, costs: StepCosts, margin: float
     ) -> np.ndarray:
         """Divides drafts among rows [n], at most most[i] for row i -> [n] int64: as many as promise the most tokens a
-        second of a step that has num_tokens besides. None where that is not margin times as many as without."""
+        second of a step that has num_tokens besides, and slow no row for the drafts of others. None where that is not
+        margin times as many as without."""
         places = np.arange(self._tokens.shape[1])
         odds = np.where(places < most[:, None], self.of(rows)[:, None] ** (places + 1), 0.0)
         order = np.argsort(-odds, axis=None, kind="stable")  # of a row the nearer ones come first
         order = order[: int(most.sum())]
         promised = np.concatenate(([0.0], np.cumsum(odds.reshape(-1)[order])))
-        speed = (len(rows) + promised) / (len(rows) * costs.relative(num_tokens, len(order)))
+        cost = costs.relative(num_tokens, len(order))
+        of_row = np.zeros((len(order) + 1, len(rows)))
+        of_row[np.arange(1, len(order) + 1), order // len(places)] = odds.reshape(-1)[order]
+        is_fair = 1 + of_row.cumsum(axis=0).min(axis=1) >= _LEAST_SPEED * cost
+        speed = np.where(is_fair, (len(rows) + promised) / (len(rows) * cost), 0.0)
         best = int(speed.argmax())
         if speed[best] < margin:
             best = 0
