@@ -6,8 +6,9 @@
 A lookup that comes to the parent gives the blocks of the tail their hashes, from the tokens that the cache has of them,
 and goes on. Most prompts share no more than their beginning with any other, so most blocks are evicted before that.
 
-The blocks of a tail are freed from the end, and evicted in that order, before its parent: whoever holds one holds all
-before it, and a lookup that would hold a part of them has given them hashes.
+The pool frees the blocks of a tail from its last to its first, and evicts them in that order, before their parent: a
+request that references a block of a sequence references all blocks before it. A lookup that hits only a part of a tail
+hashes its blocks first.
 """
 
 from __future__ import annotations
