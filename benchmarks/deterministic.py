@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from benchmarks.gpu_options import add_place_arguments
+from benchmarks.gpu_options import add_place_arguments, with_deterministic
 from benchmarks.harness import Benchmark, EngineSpec, Fleet, Plan, generate, interleave, note
 from benchmarks.prompts import PromptStream
 from benchmarks.result import Findings, Measurement
@@ -60,18 +60,11 @@ class Deterministic(Benchmark):
 
 
 def deterministic_specs(specs: Sequence[EngineSpec], device: str, dtype: str) -> list[EngineSpec]:
-    """ringcore with the option and without; each peer, and vLLM besides in its batch-invariant mode."""
+    """Each on `device` in `dtype`, once by its default and, where it has such a mode, once deterministic."""
     ours, *peers = specs
-    place = {"device": device, "dtype": dtype}
-    found = [replace(ours, name="ringcore deterministic", settings={**place, "deterministic": True})]
-    found.append(replace(ours, settings=place))
-    for peer in peers:
-        settings = {**peer.settings, "dtype": dtype}
-        found.append(replace(peer, settings=settings))
-        if peer.name.split()[0] == "vllm":
-            env = {**peer.env, "VLLM_BATCH_INVARIANT": "1"}
-            found.append(replace(peer, name=f"{peer.name} batch-invariant", settings=settings, env=env))
-    return found
+    placed = [replace(ours, settings={"device": device, "dtype": dtype})]
+    placed += [replace(peer, settings={**peer.settings, "dtype": dtype}) for peer in peers]
+    return with_deterministic(placed)
 
 
 def _speed(fleet: Fleet, plan: Plan, name: str, size: int, parts: int, new_tokens: int) -> Measurement:

@@ -75,6 +75,12 @@ class Gpu(Benchmark):
         parser.add_argument("--batches", help="decode these batches alone, e.g. 1,32 (default: as fits the model)")
         parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each stage (default: 1)")
         parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each engine (default: 1)")
+        parser.add_argument("--expert-parallel", action="store_true", help="each device has whole experts")
+        parser.add_argument(
+            "--deterministic",
+            action="store_true",
+            help="besides ringcore with deterministic=True, and vLLM in its batch-invariant mode",
+        )
         Deadline.add_arguments(parser)
 
     def run(self, plan: Plan) -> Findings:
@@ -149,6 +155,10 @@ class _Session:
             shown += " by both implementations"
         if self._size > 1:
             shown += f" on {self._size} devices"
+        if self._plan.options.expert_parallel:
+            shown += ", expert-parallel"
+        if self._plan.options.deterministic:
+            shown += ", deterministic beside the default"
         return shown + (f" in {self._num_stages} stages" if self._num_stages > 1 else "")
 
     def _take(self, fleet: Fleet, alive: list[str], case: Case) -> list[Measurement]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "add_place_arguments",
     "bytes_a_number",
     "gpu_specs",
+    "with_deterministic",
     "without_cpu_settings",
 ]
 
@@ -50,9 +52,12 @@ def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True, n
     options = plan.options
     settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "max_model_len": MAX_MODEL_LEN}
     specs = _by_impl(child_specs(plan.specs, part, "child for the GPU benchmarks", settings), options.model_impl)
+    if getattr(options, "deterministic", False):
+        specs = with_deterministic(specs)
     fitting = _BESIDE_SHARE / len(specs) if are_together and len(specs) > 1 else _ALONE_SHARE
     placed = {"memory_share": options.memory_share or fitting, "tensor_parallel_size": size}
     placed |= {"pipeline_parallel_size": num_stages} if num_stages > 1 else {}
+    placed |= {"expert_parallel": True} if getattr(options, "expert_parallel", False) else {}
     specs = [replace(spec, settings={**spec.settings, **placed}) for spec in specs]
     return [without_cpu_settings(spec) for spec in specs] if options.device == "cuda" else specs
 
@@ -67,6 +72,20 @@ def _by_impl(specs: list[EngineSpec], impl: str) -> list[EngineSpec]:
         for one in ("native", "transformers") if impl == "both" else (impl,):
             name = spec.name if impl != "both" or one == "native" else f"{spec.name} by transformers"
             found.append(replace(spec, name=name, settings={**spec.settings, "model_impl": one}))
+    return found
+
+
+def with_deterministic(specs: Sequence[EngineSpec]) -> list[EngineSpec]:
+    """ringcore with deterministic=True and without; each peer, and vLLM besides in its batch-invariant mode."""
+    found = []
+    for spec in specs:
+        if spec.name == "ringcore":
+            settings = {**spec.settings, "deterministic": True}
+            found.append(replace(spec, name="ringcore deterministic", settings=settings))
+        found.append(spec)
+        if spec.name.split()[0] == "vllm":
+            env = {**spec.env, "VLLM_BATCH_INVARIANT": "1"}
+            found.append(replace(spec, name=f"{spec.name} batch-invariant", env=env))
     return found
 
 

@@ -80,9 +80,8 @@ def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings` as `EngineChild.construct` takes them; all else is ringcore's default."""
     same = ("device", "dtype", "max_model_len", "tensor_parallel_size")
     options = {name: settings[name] for name in same}
-    options["enable_sleep_mode"] = settings.get("enable_sleep_mode", False)
-    options["model_impl"] = settings.get("model_impl", "auto")
-    options["pipeline_parallel_size"] = settings.get("pipeline_parallel_size", 1)
+    where_set = ("enable_sleep_mode", "model_impl", "pipeline_parallel_size", "expert_parallel", "deterministic")
+    options |= {name: settings[name] for name in where_set if name in settings}
     return {**options, "gpu_memory_utilization": settings["memory_share"], "load_format": "dummy"}
 
 

@@ -26,6 +26,7 @@ class VllmChild(EngineChild):
             gpu_memory_utilization=settings["memory_share"],
             tensor_parallel_size=settings["tensor_parallel_size"],
             pipeline_parallel_size=settings.get("pipeline_parallel_size", 1),
+            enable_expert_parallel=settings.get("expert_parallel", False),
             enable_sleep_mode=settings.get("enable_sleep_mode", False),
         )
 
