@@ -3,8 +3,9 @@
 A conversion from an integer has a small fraction of the rate of other instructions, so none is used: with the right
 bits above it a code is the mantissa of a float, and what these bits add is subtracted. A 4-bit code is so 128 + code in
 bfloat16 or 1024 + code in float16; the three bits of e2m1 are exponent and mantissa of a bfloat16 that is 2^126 times
-too small. 4-bit codes are expanded 8 at a time, from two words of 16 bits in a register: 7 instructions, or 15 of e2m1,
-and 4 for a packed operation. What has no such instructions (the interpreter, older GPUs) expands in plain Triton.
+too small. 4-bit codes are expanded 8 at a time, from two words of 16 bits in a register: 7 instructions, or 11 of e2m1,
+whose bits lie in a word so that three of four numbers need a shift and a mask (`packed_weight.E2M1_BITS`), and 4 for
+a packed operation. What has no such instructions (the interpreter, older GPUs) expands in plain Triton.
 """
 
 from __future__ import annotations
@@ -63,18 +64,14 @@ def _pair_of(is_bfloat16, zero):
     return f"{((0x4300 if is_bfloat16 else 0x6400) + zero) * 0x10001:#x}"
 
 
-@triton.constexpr_function
-def _floats():
-    """Of two words $4: their four pairs of e2m1 as bfloat16s times 2^-126."""
-    lines = ["{ .reg .b32 moved;"]
-    for i in range(4):
-        to_sign, to_rest = 12 - 4 * i, 6 - 4 * i
-        source = "moved" if to_sign else "$4"
-        lines.append(f"shl.b32 moved, $4, {to_sign};" if to_sign else "")
-        lines.append(f"and.b32 ${i}, {source}, 0x80008000;")
-        lines.append(f"{'shl.b32' if to_rest > 0 else 'shr.u32'} moved, $4, {abs(to_rest)};")
-        lines.append(f"lop3.b32 ${i}, moved, 0x01c001c0, ${i}, 0xea;")
-    return "\n".join([*lines, "}"])
+_FLOATS = tl.constexpr(
+    """{ .reg .b32 moved; and.b32 $0, $4, 0x81c081c0;
+    shl.b32 moved, $4, 3; and.b32 $1, moved, 0x81c081c0;
+    shl.b32 moved, $4, 6; and.b32 $2, moved, 0x81c081c0;
+    shr.u32 moved, $4, 6; and.b32 $3, moved, 0x01800180;
+    shr.u32 moved, $4, 5; lop3.b32 $3, moved, 0x00400040, $3, 0xea;
+    shl.b32 moved, $4, 5; lop3.b32 $3, moved, 0x80008000, $3, 0xea; }"""
+)
 
 
 @triton.jit
@@ -152,24 +149,27 @@ def raised_quad(words):
 
 @triton.jit
 def e2m1_quad(words):
-    """words: [n, m] int16 -> the numbers of their nibbles from the lowest on, times 2^-126: four [n, m] bfloat16. Needs
+    """words: [n, m] int16, see `packed_weight.E2M1_BITS` -> their numbers times 2^-126: four [n, m] bfloat16. Needs
     packed math."""
     return tl.inline_asm_elementwise(
-        _floats(), _FOUR_OF_ONE, [words], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
+        _FLOATS, _FOUR_OF_ONE, [words], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
     )
 
 
 @triton.jit
 def wide_e2m1_quad(words):
-    """As `e2m1_quad`, in float32 and as they are."""
-    return _wide_e2m1(words << 12), _wide_e2m1(words << 8), _wide_e2m1(words << 4), _wide_e2m1(words)
+    """As `e2m1_quad`, in float32 and as they are: the bits of float16s with a smaller exponent."""
+    wide = words.to(tl.int32)
+    a = (wide & 0x8000) | ((wide << 3) & 0xE00)
+    b = ((wide << 3) & 0x8000) | ((wide << 6) & 0xE00)
+    c = ((wide << 6) & 0x8000) | ((wide << 9) & 0xE00)
+    d = ((wide << 5) & 0x8000) | ((wide >> 3) & 0xC00) | ((wide >> 2) & 0x200)
+    return _of_half(a), _of_half(b), _of_half(c), _of_half(d)
 
 
 @triton.jit
-def _wide_e2m1(words):
-    """Of the upper nibble: the bits of a float16 with a smaller exponent."""
-    half = (words & -32768) | ((words >> 3) & 0xE00)
-    return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+def _of_half(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import triton.language as tl
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.packed_weight import NIBBLES_E2M1, PackedWeight
 from ringcore.kernels.weight_groups import has_quads
-from ringcore.kernels.weight_tiles import load_packed, load_quad, rescaled, tile_arguments
+from ringcore.kernels.weight_loads import load_packed, load_quad
+from ringcore.kernels.weight_tiles import rescaled, tile_arguments
 
 __all__ = ["expand_weight"]
 

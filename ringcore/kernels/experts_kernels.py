@@ -174,6 +174,7 @@ def grouped_kernel(
 
     Where `sums`, the program that arrives last at the counter of its outputs tile sums the rows of each token.
     """
+    span: tl.constexpr = 64  # rows of a weight
     block_outputs: tl.constexpr = block_weights // 2 if is_gated else block_weights
     num_outputs: tl.constexpr = num_weights // 2 if is_gated else num_weights
     if pdl:
@@ -195,10 +196,11 @@ def grouped_kernel(
             weight_rows = outputs + at_weight // block_outputs * num_outputs
         elif num_weights % block_weights == 0:  # known to be consecutive, rows may be loaded as vectors
             weight_rows = tl.program_id(0) * block_weights + at_weight
-        elif is_gated:
-            weight_rows = tl.minimum(2 * first_output + at_weight, num_weights - 1)
+        elif num_weights % span == 0 and block_weights % span == 0:  # likewise
+            spans = tl.program_id(0) * (block_weights // span) + at_weight // span
+            weight_rows = tl.minimum(spans, num_weights // span - 1) * span + at_weight % span
         else:
-            weight_rows = tl.minimum(first_output + at_weight, num_weights - 1)
+            weight_rows = tl.minimum(tl.program_id(0) * block_weights + at_weight, num_weights - 1)
         steps = tl.arange(0, block_inputs)
         matrix = weight + expert.to(tl.int64) * (num_weights * num_inputs)
         packed_rows = expert * num_weights + weight_rows
@@ -217,9 +219,10 @@ def grouped_kernel(
                 total = tl.dot(w, v, total, input_precision="ieee")
         else:
             first_inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs
+            is_row = (row < num_left)[None, :]  # what is not loaded takes no bandwidth of the L2 cache
             total = packed_dot(
                 *(total, first_inputs, weight, packed, packed_rows, 0, num_inputs),
-                num_inputs, block_inputs, num_stages, is_whole, layout,
+                num_inputs, block_inputs, num_stages, is_whole, layout, is_row,
             )  # fmt: skip
         if has_bias:
             total += tl.load(bias + expert * num_weights + weight_rows).to(tl.float32)[:, None]

@@ -24,7 +24,7 @@ from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import BYTE_CHUNK, BYTES_FP8, BYTES_INT8, NIBBLE_CHUNK, NIBBLES
 from ringcore.kernels.round_rows import LARGEST, LEAST_SCALE
 from ringcore.kernels.weight_groups import chunk_scales, chunk_zeros, has_quads
-from ringcore.kernels.weight_tiles import load_codes, spread_columns
+from ringcore.kernels.weight_loads import load_codes, spread_columns
 
 __all__ = ["packed_fma_kernel"]
 

@@ -16,13 +16,21 @@ __all__ = [
     "BYTES_UINT8",
     "BYTE_CHUNK",
     "DENSE",
+    "E2M1_BITS",
+    "MAX_E2M1_EXPONENT",
     "NIBBLES",
     "NIBBLES_E2M1",
     "NIBBLE_CHUNK",
+    "TILE_OUTPUTS",
+    "TILE_WORDS",
     "PackedWeight",
 ]
 
 BYTE_CHUNK, NIBBLE_CHUNK = 16, 32  # inputs of 16 bytes of codes
+TILE_OUTPUTS, TILE_WORDS = 64, 16  # of a tile of nibbles
+# Where the bits of four e2m1 numbers lie in a word of 16: of each its sign, two of exponent, mantissa.
+E2M1_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (10, 14, 13, 11))
+MAX_E2M1_EXPONENT = 191  # of a scale, biased: 2^64, the largest of which the product with 2^63 is a bfloat16
 DENSE, BYTES_FP8, BYTES_INT8, BYTES_UINT8, NIBBLES, NIBBLES_E2M1 = range(6)
 
 
@@ -30,8 +38,9 @@ DENSE, BYTES_FP8, BYTES_INT8, BYTES_UINT8, NIBBLES, NIBBLES_E2M1 = range(6)
 class PackedWeight:
     """Stands where the launches of a skinny linear take a weight [num_outputs, num_inputs].
 
-    codes: uint8, or int16 of nibbles, of an output along the inputs. row_stride: in entries, from output to output.
-    index: [num_inputs] int32, the group of each input, where they are not consecutive. run: of nibbles, see
+    codes: uint8, or int16 of nibbles (e2m1: `E2M1_BITS`), of an output along the inputs. row_stride: in entries, from
+    output to output.
+    index: [num_inputs] int32, the group of each input, where they are not consecutive. run, is_tiled: of nibbles, see
     `weight_tiles`. has_zero_bits: the five lowest bits of a scale are the zero, of which there is no other tensor.
     """
 
@@ -47,6 +56,7 @@ class PackedWeight:
     zeros: torch.Tensor | None = None  # [num_outputs, groups] int16, of any strides
     index: torch.Tensor | None = None
     run: int = 1
+    is_tiled: bool = False
     has_zero_bits: bool = False
 
     def __len__(self) -> int:

@@ -38,14 +38,14 @@ def has_quads(layout):
 
 @triton.constexpr_function
 def has_one_group(layout, block_inputs):
-    _, num_groups, size, offset, _, _, has_index, _ = layout
+    _, num_groups, size, offset, _, _, has_index, _, _ = layout
     return num_groups == 1 or (not has_index and offset % block_inputs == 0 and size % block_inputs == 0)
 
 
 @triton.constexpr_function
 def are_alike(layout):
     """Whether the four numbers of a word are of one group."""
-    _, num_groups, size, offset, _, _, has_index, run = layout
+    _, num_groups, size, offset, _, _, has_index, run, _ = layout
     return num_groups == 1 or (not has_index and size % (4 * run) == 0 and offset % (4 * run) == 0)
 
 
@@ -87,10 +87,9 @@ def scales_of(packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: 
 
 @triton.jit
 def moved_scales(packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """As `_of_groups`, of powers of 2: bfloat16, times 2^(126 - MOVED)."""
+    """As `_of_groups`, of powers of 2 up to `MAX_E2M1_EXPONENT`: bfloat16, times 2^(126 - MOVED)."""
     found = _of_groups(packed[0], packed[4], packed[5], packed[2], rows, at, inputs, num_inputs, block_inputs, layout)
-    exponents = tl.minimum(tl.maximum(found.to(tl.int32) + (126 - MOVED), 1), 254)
-    return (exponents << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return ((found.to(tl.int16) + (126 - MOVED)) << 7).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

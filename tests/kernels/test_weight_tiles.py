@@ -144,20 +144,48 @@ def test_codes_of_every_value(device):
 
 
 def test_every_e2m1_code_and_power_of_2(device):
-    from ringcore.model_executor.linear_schemes.codes import E2M1_MAGNITUDES, QuadCodes, to_quads
+    from ringcore.model_executor.linear_schemes.codes import E2M1_MAGNITUDES, E2m1QuadCodes, to_e2m1, to_quads
     from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 
     codes = torch.arange(32, dtype=torch.uint8) % 16
     scales = torch.arange(255, dtype=torch.uint8)[:, None].to(device).view(torch.float8_e8m0fnu)
-    stored = to_quads(codes.repeat(255, 1).to(device), 8)
-    matrix = QuantizedMatrix(QuadCodes(stored, 8, 32, is_float=True), scales, Groups(32))
+    stored = to_e2m1(to_quads(codes.repeat(255, 1).to(device), 8))
+    matrix = QuantizedMatrix(E2m1QuadCodes(stored, 8, False), scales, Groups(32))
     magnitudes = torch.tensor(E2M1_MAGNITUDES)
     exact = torch.cat((magnitudes, -magnitudes))[codes.long()] * (torch.arange(255)[:, None].double() - 127).exp2()
     assert torch.equal(matrix.expanded().cpu(), exact.float())
     finite = exact[:252].float()  # of larger ones 6 times is infinite, and the sum with products of 0 no number
-    matrix = QuantizedMatrix(QuadCodes(stored[:252], 8, 32, is_float=True), scales[:252], Groups(32))
+    matrix = QuantizedMatrix(E2m1QuadCodes(stored[:252], 8, False), scales[:252], Groups(32))
     found = skinny_linear(torch.eye(32, device=device), packed_weight(matrix, torch.float32), DOT)
     assert torch.equal(found.cpu(), finite.t())
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "is_tiled"), [(128, 192, True), (64, 96, False), (96, 64, False)]
+)
+def test_e2m1_blocks_of_mxfp4(device, num_outputs, num_inputs, is_tiled):
+    """Rearranged and back, in tiles where outputs and inputs are whole ones; a last block that is not whole."""
+    from ringcore.model_executor.linear_schemes.arrangements import E2m1Blocks
+    from ringcore.model_executor.linear_schemes.codes import E2m1Codes
+    from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
+
+    generator = torch.Generator().manual_seed(num_inputs)
+    blocks = torch.randint(0, 256, (2, num_outputs, num_inputs // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 130, (2 * num_outputs, num_inputs // 32), dtype=torch.uint8, generator=generator)
+    of_file = QuantizedMatrix(E2m1Codes(blocks.flatten(0, 1).flatten(1)), scales.view(torch.float8_e8m0fnu), Groups(32))
+    stored, arrangement = blocks.clone().to(device), E2m1Blocks(8)
+    arrangement.arrange(stored)
+    codes = arrangement.codes(stored)
+    assert codes.is_tiled == is_tiled
+    matrix = QuantizedMatrix(codes, scales.to(device).view(torch.float8_e8m0fnu), Groups(32))
+    assert torch.equal(matrix.expanded().cpu(), of_file.expanded())
+    assert torch.equal(matrix.expanded(5, 70).cpu(), of_file.expanded(5, 70))
+    x = random(3, num_inputs).to(device)
+    for config in (DOT, DotConfig(32, 128, 1, 1, 1)):
+        found = skinny_linear(x, packed_weight(matrix, torch.float32), config)
+        torch.testing.assert_close(found.cpu(), x.cpu() @ of_file.expanded().T, rtol=1e-4, atol=1e-4)
+    arrangement.restore(stored)
+    assert torch.equal(stored.cpu(), blocks)
 
 
 def test_a_row_that_does_not_fit_in_registers_is_for_tensor_cores():
@@ -219,8 +247,10 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
             skinny_linear(x, packed(NIBBLES, zero=8, run=8), dot)
             skinny_linear(x, packed(NIBBLES, has_zero_bits=True, index=index, run=8), dot)
             skinny_linear(x.half(), packed(NIBBLES, torch.float16, has_zero_bits=True, run=8), dot)
-            skinny_linear(x, replace(packed(NIBBLES_E2M1, run=8), scales=codes[:, :8], group_size=32), dot)
+            e2m1 = replace(packed(NIBBLES_E2M1, run=8), scales=codes[:, :8], group_size=32)
+            skinny_linear(x, e2m1, dot)
+            skinny_linear(x, replace(e2m1, is_tiled=True), dot)
         compile_variants(list(intercepted.values()), torch.device("cpu"), 2)
         print(len(intercepted))
     """
-    assert run(script, tmp_path) == "8\n"
+    assert run(script, tmp_path) == "9\n"

@@ -17,14 +17,14 @@ from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.model_executor import ops
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
 from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
-from ringcore.model_executor.linear_schemes.arrangements import ByGroup, NibbleRows, run_of
-from ringcore.model_executor.linear_schemes.codes import Codes, E2m1Codes, QuadCodes
+from ringcore.model_executor.linear_schemes.arrangements import E2m1Blocks, ExponentsByGroup, run_of
+from ringcore.model_executor.linear_schemes.codes import Codes, E2m1Codes
 from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 from ringcore.model_executor.weight import Arrangement
 
 __all__ = ["Mxfp4Scheme"]
 
-_BLOCKS, _SCALES = NibbleRows(Mxfp4Format.group, run_of(Mxfp4Format.group)), ByGroup()
+_BLOCKS, _SCALES = E2m1Blocks(run_of(Mxfp4Format.group)), ExponentsByGroup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Mxfp4Scheme(ExpertsScheme):
     def weight(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ExpertWeight:
         """_blocks: [num_experts, num_outputs, groups, 16] uint8; _scales: [num_experts, num_outputs, groups] uint8."""
         blocks, exponents = tensors["_blocks"], tensors["_scales"]
-        rows, scales = blocks.flatten(0, 1).flatten(1), exponents.flatten(0, 1)
-        codes: Codes = E2m1Codes(rows)
+        codes: Codes
         if ops.has_kernels(blocks.device):
-            codes = QuadCodes(rows.view(torch.int16), _BLOCKS.run, 2 * rows.shape[1], is_float=True)
-            scales = _SCALES.scales(exponents)
+            codes, scales = _BLOCKS.codes(blocks), _SCALES.scales(exponents)
+        else:
+            codes, scales = E2m1Codes(blocks.flatten(0, 1).flatten(1)), exponents.flatten(0, 1)
         matrix = QuantizedMatrix(codes, scales.view(torch.float8_e8m0fnu), Groups(self.format.group))
         return QuantizedExperts(matrix, len(blocks), dtype)
 

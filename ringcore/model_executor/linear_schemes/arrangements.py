@@ -11,12 +11,32 @@ from dataclasses import dataclass
 
 import torch
 
-from ringcore.model_executor.linear_schemes.codes import awq_columns, from_quads, to_quads, unpacked
+from ringcore.kernels.packed_weight import MAX_E2M1_EXPONENT, TILE_OUTPUTS, TILE_WORDS
+from ringcore.model_executor.linear_schemes.codes import (
+    E2m1QuadCodes,
+    awq_columns,
+    from_e2m1,
+    from_quads,
+    from_tiles,
+    to_e2m1,
+    to_quads,
+    to_tiles,
+    unpacked,
+)
 from ringcore.model_executor.linear_schemes.quantized import places_of_outputs
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 from ringcore.model_executor.weight import Arrangement
 
-__all__ = ["AwqArrangement", "ByGroup", "ColumnsArrangement", "NibbleRows", "Transposed", "run_of"]
+__all__ = [
+    "AwqArrangement",
+    "ByGroup",
+    "ColumnsArrangement",
+    "E2m1Blocks",
+    "ExponentsByGroup",
+    "NibbleRows",
+    "Transposed",
+    "run_of",
+]
 
 _PIECE = 1 << 24  # numbers that are rearranged at a time
 _RUNS = (8, 4, 2)
@@ -123,6 +143,45 @@ class ByGroup(Arrangement):
 
     def restore(self, tensor: torch.Tensor) -> None:
         tensor.flatten(0, -2).copy_(self.scales(tensor).clone())
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentsByGroup(ByGroup):
+    """Of the exponents of powers of 2, none too large for the kernels."""
+
+    def arrange(self, tensor: torch.Tensor) -> None:
+        tensor.clamp_(max=MAX_E2M1_EXPONENT)
+        ByGroup.arrange(self, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class E2m1Blocks(Arrangement):
+    """Of MXFP4's blocks [..., outputs, groups, 16] uint8: words, in tiles where outputs and inputs are whole ones."""
+
+    run: int
+
+    def codes(self, tensor: torch.Tensor) -> E2m1QuadCodes:
+        """The memory of a rearranged tensor."""
+        outputs, groups, size = tensor.shape[-3:]
+        is_tiled = outputs % TILE_OUTPUTS == 0 and groups * size % (2 * TILE_WORDS) == 0
+        return E2m1QuadCodes(tensor.flatten(0, -3).flatten(1).view(torch.int16), self.run, is_tiled)
+
+    def arrange(self, tensor: torch.Tensor) -> None:
+        is_tiled = self.codes(tensor).is_tiled
+        for words in self._pieces(tensor):
+            moved = to_e2m1(to_quads(unpacked(words.view(torch.uint8), 4), self.run))
+            words.copy_(to_tiles(moved) if is_tiled else moved)
+
+    def restore(self, tensor: torch.Tensor) -> None:
+        is_tiled = self.codes(tensor).is_tiled
+        for words in self._pieces(tensor):
+            quads = from_e2m1(from_tiles(words) if is_tiled else words)
+            words.copy_(_to_bytes(from_quads(quads, self.run)).view(torch.int16))
+
+    def _pieces(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes = self.codes(tensor)
+        num_tiles = max(1, _PIECE // (TILE_OUTPUTS * codes.shape[1]))
+        return torch.split(codes.words, num_tiles * TILE_OUTPUTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Self
 
 import torch
+
+from ringcore.kernels.packed_weight import E2M1_BITS, TILE_OUTPUTS, TILE_WORDS
 
 __all__ = [
     "E2M1_MAGNITUDES",
@@ -13,12 +16,17 @@ __all__ = [
     "ByteCodes",
     "Codes",
     "E2m1Codes",
+    "E2m1QuadCodes",
     "HalvesCodes",
     "QuadCodes",
     "WordCodes",
     "awq_columns",
+    "from_e2m1",
     "from_quads",
+    "from_tiles",
+    "to_e2m1",
     "to_quads",
+    "to_tiles",
     "unpacked",
 ]
 
@@ -124,15 +132,28 @@ class QuadCodes(Codes):
 
     bits = 4
 
-    def __init__(self, words: torch.Tensor, run: int, num_inputs: int, *, is_float: bool = False) -> None:
-        """is_float: of e2m1."""
-        self.words, self.run, self.is_float = words, run, is_float
+    def __init__(self, words: torch.Tensor, run: int, num_inputs: int) -> None:
+        self.words, self.run = words, run
         self.shape = (len(words), num_inputs)
 
     def numbers(self, first: int, end: int) -> torch.Tensor:
-        numbers = from_quads(self.words[first:end], self.run)[:, : self.shape[1]]
-        if not self.is_float:
-            return numbers.float()
+        return from_quads(self.words[first:end], self.run)[:, : self.shape[1]].float()
+
+
+class E2m1QuadCodes(Codes):
+    """e2m1 as kernels expand them: words [num_outputs, num_inputs / 4] int16 of `E2M1_BITS`, perhaps in tiles."""
+
+    bits = 4
+
+    def __init__(self, words: torch.Tensor, run: int, is_tiled: bool) -> None:
+        self.words, self.run, self.is_tiled = words, run, is_tiled
+        self.shape = (len(words), 4 * words.shape[1])
+
+    def numbers(self, first: int, end: int) -> torch.Tensor:
+        begin = first // TILE_OUTPUTS * TILE_OUTPUTS  # of whole tiles
+        words = self.words[begin : -(-end // TILE_OUTPUTS) * TILE_OUTPUTS]
+        words = from_tiles(words) if self.is_tiled else words
+        numbers = from_quads(from_e2m1(words[first - begin : end - begin]), self.run)
         every = torch.tensor([*E2M1_MAGNITUDES, *(-number for number in E2M1_MAGNITUDES)], device=numbers.device)
         return every[numbers.int()]
 
@@ -149,6 +170,42 @@ def from_quads(words: torch.Tensor, run: int) -> torch.Tensor:
     two = words.contiguous().view(torch.uint8).view(len(words), -1, run, 2)
     low, high = two[..., 0], two[..., 1]
     return torch.stack((low & 15, low >> 4, high & 15, high >> 4), 2).flatten(1)
+
+
+def to_e2m1(words: torch.Tensor) -> torch.Tensor:
+    """Words of four nibbles, int16 -> those whose bits lie as `E2M1_BITS`."""
+    return _moved(words, tuple(range(15, -1, -1)), _E2M1_PLACES)
+
+
+def from_e2m1(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `to_e2m1`."""
+    return _moved(words, _E2M1_PLACES, tuple(range(15, -1, -1)))
+
+
+_E2M1_PLACES = tuple(place for number in reversed(E2M1_BITS) for place in number)  # of the bits of nibbles from bit 15
+
+
+def _moved(words: torch.Tensor, sources: Sequence[int], targets: Sequence[int]) -> torch.Tensor:
+    """Each bit of `words` at its target; those that go as far are moved together."""
+    wide, moved = words.int(), torch.zeros_like(words, dtype=torch.int32)
+    masks: dict[int, int] = {}
+    for source, target in zip(sources, targets, strict=True):
+        masks[target - source] = masks.get(target - source, 0) | 1 << source
+    for by, mask in masks.items():
+        moved |= (wide & mask) << by if by > 0 else (wide & mask) >> -by
+    return moved.to(torch.int16)
+
+
+def to_tiles(words: torch.Tensor) -> torch.Tensor:
+    """[n, words], multiples of a tile of `kernels.weight_tiles` -> as many, tile by tile."""
+    tiles = words.reshape(len(words) // TILE_OUTPUTS, TILE_OUTPUTS, -1, TILE_WORDS)
+    return tiles.transpose(1, 2).reshape(words.shape)
+
+
+def from_tiles(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `to_tiles`."""
+    tiles = words.reshape(len(words) // TILE_OUTPUTS, -1, TILE_OUTPUTS, TILE_WORDS)
+    return tiles.transpose(1, 2).reshape(words.shape)
 
 
 class AwqCodes(Codes):
