@@ -137,11 +137,18 @@ def _products(rows: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | Non
     return out if bias is None else out + bias[local].float()
 
 
-def route_reference(x: torch.Tensor, weight: torch.Tensor, k: int, normalises: bool) -> Routing:
+def route_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    normalises: bool,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Routing:
     """The operations of transformers in its dtypes, so that near ties fall as they do there: rounded logits, a softmax
-    in float32, torch's own top-k."""
-    logits = torch.nn.functional.linear(x, weight)
+    in float32, torch's own top-k. dtype: of the weights, by default that of the logits."""
+    logits = torch.nn.functional.linear(x, weight, bias)
     weights, experts = logits.softmax(-1, dtype=torch.float32).topk(k, -1)
     if normalises:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Routing(experts, weights.to(logits.dtype))
+    return Routing(experts, weights.to(dtype or logits.dtype))

@@ -25,6 +25,7 @@ _CHOSEN_ELEMENTS = 2048  # logits that the last program holds at once
 def _router_kernel(
     x,  # [num_tokens, num_inputs]
     weight,  # [num_experts, num_inputs]
+    bias,  # [num_experts], read where has_bias
     partials,  # [splits, num_tokens, num_experts] float32
     experts,  # [num_tokens, k] int32
     weights,  # [num_tokens, k]
@@ -41,6 +42,7 @@ def _router_kernel(
     block_chosen: tl.constexpr,  # tokens for which the last program chooses at once
     splits: tl.constexpr,
     normalises: tl.constexpr,
+    has_bias: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     if pdl:
@@ -73,6 +75,8 @@ def _router_kernel(
             for split in tl.static_range(splits):
                 sources = partials + (split * num_tokens + token)[:, None] * num_experts + column[None, :]
                 logits += tl.load(sources, mask=in_bounds, other=0.0, cache_modifier=".cg")
+            if has_bias:
+                logits += tl.load(bias + column, mask=column < num_experts, other=0.0).to(tl.float32)[None, :]
             logits = logits.to(x.dtype.element_ty).to(tl.float32)  # as a linear rounds them
             logits = tl.where((column < num_experts)[None, :], logits, -float("inf"))
             powers = tl.exp(logits - tl.max(logits, 1)[:, None])
@@ -99,10 +103,20 @@ def new_router_counter(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def route(x: torch.Tensor, weight: torch.Tensor, k: int, normalises: bool, *, counter: torch.Tensor) -> Routing:
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    normalises: bool,
+    *,
+    counter: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Routing:
     """As `route_reference` of `kernels.expert_matrices`; of equal probabilities that of the first expert.
 
-    x: [n, hidden_size] and weight [num_experts, hidden_size], contiguous, n at most `MAX_TOKENS`; experts are int32.
+    x: [n, hidden_size], weight: [num_experts, hidden_size], bias: [num_experts]; contiguous, n at most `MAX_TOKENS`.
+    The experts are int32. dtype: of the weights, by default that of x.
 
     counter: see `new_router_counter`, not shared with what may run at the same time.
     """
@@ -114,10 +128,10 @@ def route(x: torch.Tensor, weight: torch.Tensor, k: int, normalises: bool, *, co
     block_experts = triton.next_power_of_2(num_experts)
     partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(num_tokens, k, dtype=x.dtype, device=x.device)
+    weights = torch.empty(num_tokens, k, dtype=dtype or x.dtype, device=x.device)
     pdl = supports_pdl(x.device)
     _router_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS), splits)](
-        *(x, weight, partials, experts, weights, counter, num_tokens),
+        *(x, weight, weight if bias is None else bias, partials, experts, weights, counter, num_tokens),
         num_experts=num_experts,
         num_inputs=num_inputs,
         k=k,
@@ -129,6 +143,7 @@ def route(x: torch.Tensor, weight: torch.Tensor, k: int, normalises: bool, *, co
         block_chosen=max(1, min(triton.next_power_of_2(num_tokens), _CHOSEN_ELEMENTS // block_experts)),
         splits=splits,
         normalises=normalises,
+        has_bias=bias is not None,
         pdl=pdl,
         num_warps=4,
         **launch_options(pdl),

@@ -9,9 +9,10 @@ from ringcore.kernels.expert_matrices import route_reference
 from ringcore.kernels.router import MAX_TOKENS, new_router_counter, route
 
 
-def check(x, weight, k, normalises=True):
+def check(x, weight, k, normalises=True, bias=None):
     counter = new_router_counter(x.device)
-    found, exact = route(x, weight, k, normalises, counter=counter), route_reference(x, weight, k, normalises)
+    found = route(x, weight, k, normalises, counter=counter, bias=bias)
+    exact = route_reference(x, weight, k, normalises, bias)
     assert torch.equal(found.experts.long(), exact.experts)
     torch.testing.assert_close(found.weights, exact.weights, atol=1e-5, rtol=torch.finfo(x.dtype).eps)
     assert not counter.any(), "the next launch finds it so"
@@ -58,3 +59,7 @@ def test_tokens_are_chosen_for_whatever_the_others_are(device):
     whole = check(x, weight, 8)
     alone = [check(one[None], weight, 8) for one in x[::13]]
     assert torch.equal(torch.cat([one.experts for one in alone]), whole.experts[::13])
+
+
+def test_a_bias(device):
+    check(randn(device, 9, 72), randn(device, 40, 72, seed=1), 3, bias=randn(device, 40, seed=2))

@@ -33,6 +33,7 @@ from ringcore.model_executor.models.transformers.linears import ParallelEmbeddin
 from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.quantized_linears import dense_names, replace_quantized
 from ringcore.model_executor.models.transformers.refusal import Refused, refusals_of
+from ringcore.model_executor.models.transformers.routers import Routers
 from ringcore.model_executor.models.transformers.stages import LayerChain, StagedBody, read_chain
 from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
 from ringcore.model_executor.models.transformers.text_part import keep_text
@@ -93,6 +94,7 @@ class TransformersModel(CausalLM):
         whole = record(body, num_positions)
         _check_calls(whole, spec.num_layers)
         calls = record_masked(body, num_positions)
+        self._routers = Routers(model, dtype, lambda: record(body, num_positions))
         layouts = read_layouts(model, dense_names(TensorIndex(spec.weight_files), spec.quantization))
         self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size, num_positions)
         chain = None
@@ -158,7 +160,8 @@ class TransformersModel(CausalLM):
 
     def report(self) -> ModelReport:
         counts, reasons = self._fusion.counted()
-        counts = counts | ({"experts": len(self._experts)} if len(self._experts) else {})
+        mixtures = {"experts": len(self._experts), "routers": len(self._routers)}
+        counts |= {name: number for name, number in mixtures.items() if number}
         return ModelReport("transformers", self._num_attention_layers, counts, [*reasons, *self._experts.reasons()])
 
     def weights(self) -> Sequence[Weight]:
@@ -201,6 +204,7 @@ class TransformersModel(CausalLM):
         for linear in self._linears():
             linear.bind(updatable, prefers_float32=linear is self._model.get_output_embeddings())
         self._experts.bind(self._expert_parallel)
+        self._routers.bind()
         self._model.config._experts_implementation = EXPERTS
 
     def refresh(self) -> None:

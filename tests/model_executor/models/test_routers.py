@@ -1,0 +1,69 @@
+"""Routers of transformers that are recognised by what they compute, and the kernel in their place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_mixtures import SIZES, TYPES
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from ringcore.model_executor import ops
+from ringcore.model_executor.models.transformers.attention_calls import record
+from ringcore.model_executor.models.transformers.body import Body
+from ringcore.model_executor.models.transformers.construction import build_on_meta
+from ringcore.model_executor.models.transformers.routers import Routers
+
+RECOGNISED = {"qwen3_moe": True, "mixtral": True, "gpt_oss": True, "olmoe": True, "qwen2_moe": True}
+OTHERS = {"glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}}
+
+
+def routers_of(model_type: str, dtype=torch.float32, **options):
+    config = CONFIG_MAPPING[model_type](**SIZES | TYPES.get(model_type, {}) | options).to_dict()
+    model = build_on_meta(config, dtype, "eager")
+    return model, Routers(model, dtype, lambda: record(Body(model), 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", RECOGNISED)
+def test_softmax_routers_are_recognised(model_type, dtype):
+    assert len(routers_of(model_type, dtype)[1]) == 1
+
+
+def test_a_router_of_another_formula_is_not():
+    assert len(routers_of("glm4_moe", **OTHERS["glm4_moe"])[1]) == 0
+
+
+def test_a_mixture_that_reads_the_logits_keeps_its_router():
+    config = CONFIG_MAPPING["mixtral"](**SIZES | TYPES["mixtral"]).to_dict()
+    model = build_on_meta(config, torch.float32, "eager")
+    router = next(one for one in model.modules() if type(one).__name__ == "MixtralTopKRouter")
+
+    def reads() -> None:
+        logits, _, _ = router(torch.empty(3, SIZES["hidden_size"], device="meta"))
+        logits.softmax(-1)
+
+    assert len(Routers(model, torch.float32, reads)) == 0
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "olmoe"])
+def test_the_kernel_takes_the_place_of_few_tokens(monkeypatch, model_type, normalises):
+    options = {} if model_type == "gpt_oss" else {"norm_topk_prob": normalises}
+    model, routers = routers_of(model_type, **options)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    router: nn.Module = next(one for one in model.modules() if "Router" in type(one).__name__)
+    for name, parameter in router._parameters.items():
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+        router._parameters[name] = nn.Parameter(values.to(device), requires_grad=False)
+    own = copy.deepcopy(router)
+    routers.bind()
+    for num_tokens in (3, 70):
+        rows = torch.randn(num_tokens, SIZES["hidden_size"], device=device)
+        (logits, weights, experts), (_, own_weights, own_experts) = router(rows), own(rows)
+        assert (logits is None) == (num_tokens == 3)
+        assert torch.equal(experts.long(), own_experts)
+        torch.testing.assert_close(weights, own_weights, atol=1e-6, rtol=1e-5)
