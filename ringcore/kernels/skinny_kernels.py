@@ -195,6 +195,7 @@ def dot_kernel(
     block_inputs: tl.constexpr,
     block_weights: tl.constexpr,  # rows of the weight per program: the M side of the product, where wgmma takes 64
     splits: tl.constexpr,
+    segments: tl.constexpr,  # of the inputs, in one program; 1 where there are splits
     num_stages: tl.constexpr,
     is_whole: tl.constexpr,  # block_inputs divides num_inputs
     has_bias: tl.constexpr,
@@ -208,7 +209,8 @@ def dot_kernel(
     layout: tl.constexpr,  # of the weight: see `tile_arguments`
 ) -> None:
     """Program (i, j, k) sums split j of the inputs (split-K) for outputs tile i and row block k. With several splits
-    the program that arrives last at the tile's counter reduces all partials, always in the same order."""
+    the program that arrives last at the tile's counter reduces all partials, always in the same order. Segments are
+    reduced so by one program: a sum of as many splits has the same bits."""
     block_outputs: tl.constexpr = block_weights // 2 if is_gated else block_weights
     index = tl.arange(0, block_weights)
     outputs = tl.minimum(tl.program_id(0) * block_outputs + index % block_outputs, num_outputs - 1)
@@ -217,9 +219,10 @@ def dot_kernel(
     rows = tl.program_id(2) * block_rows + row
     steps = tl.arange(0, block_inputs)
     blocks: tl.constexpr = (num_inputs + block_inputs - 1) // block_inputs
-    split_inputs: tl.constexpr = (blocks + splits - 1) // splits * block_inputs
-    first = tl.program_id(1) * split_inputs
-    last = tl.minimum(first + split_inputs, num_inputs)
+    spans: tl.constexpr = splits * segments
+    span_inputs: tl.constexpr = (blocks + spans - 1) // spans * block_inputs
+    first = tl.program_id(1) * span_inputs
+    last = tl.minimum(first + segments * span_inputs, num_inputs)
     tile = weight + weight_rows.to(tl.int64)[:, None] * num_inputs + steps[None, :]
     # Out-of-bounds rows wrap around to the first ones: a mask would cost 1% of a pass where the block is full, and if
     # all of them read one row, programs would contend for it.
@@ -240,17 +243,22 @@ def dot_kernel(
                 prefetch_l2(prefetched + num_outputs.to(tl.int64) * row_stride, in_bounds, prefetched_bytes)
         gdc_wait()
     total = tl.zeros([block_weights, block_rows], tl.float32)
-    if row_group > 0:
-        tiles = total, tile, inputs, packed, row_scales, weight_rows, rows % num_rows, first, last
-        total = scaled_dot(*tiles, num_inputs, block_inputs, num_stages, row_group, layout)
-    elif layout[0] == _DENSE:
-        for at in tl.range(first, last, block_inputs, num_stages=num_stages):
-            w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
-            v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
-            total = tl.dot(w, v, total, input_precision="ieee")
-    else:
-        of_codes = total, x + (rows % num_rows)[None, :] * num_inputs, weight, packed, weight_rows, first, last
-        total = packed_dot(*of_codes, num_inputs, block_inputs, num_stages, is_whole, layout)
+    for segment in tl.static_range(segments):
+        begin = first + segment * span_inputs
+        end = tl.minimum(begin + span_inputs, last)
+        part = tl.zeros([block_weights, block_rows], tl.float32)
+        if row_group > 0:
+            tiles = part, tile, inputs, packed, row_scales, weight_rows, rows % num_rows, begin, end
+            part = scaled_dot(*tiles, num_inputs, block_inputs, num_stages, row_group, layout)
+        elif layout[0] == _DENSE:
+            for at in tl.range(begin, end, block_inputs, num_stages=num_stages):
+                w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
+                v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+                part = tl.dot(w, v, part, input_precision="ieee")
+        else:
+            of_codes = part, x + (rows % num_rows)[None, :] * num_inputs, weight, packed, weight_rows, begin, end
+            part = packed_dot(*of_codes, num_inputs, block_inputs, num_stages, is_whole, layout)
+        total = part if segment == 0 else total + part
     if splits == 1:
         _epilogue(
             *(total, weight_rows, bias, out, rows, num_rows, num_outputs),

@@ -20,6 +20,7 @@ from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFm
 from ringcore.kernels.weight_tiles import tile_arguments
 
 __all__ = [
+    "MAX_ROW_BLOCKS",
     "Activation",
     "new_split_k_counters",
     "num_prefetched_inputs",
@@ -30,13 +31,13 @@ __all__ = [
 Activation = Literal["silu", "gelu_tanh"]
 
 _MIN_BLOCK_OUTPUTS = 16
-_MAX_ROW_BLOCKS = 4
+MAX_ROW_BLOCKS = 4  # of a product with splits
 
 
 def new_split_k_counters(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
     """The arrival counters by which programs of one outputs tile of `weight` find the last one: 0 before and after a
     launch."""
-    tiles = triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS) * _MAX_ROW_BLOCKS
+    tiles = triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS) * MAX_ROW_BLOCKS
     return torch.zeros(tiles, dtype=torch.int32, device=weight.device)
 
 
@@ -210,7 +211,8 @@ def _launch_dot(
         _check_groups(x, weight, config)
     block_rows = max(config.least_rows, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
-    assert 1 <= num_rows <= _MAX_ROW_BLOCKS * config.block_rows or config.splits == 1, (num_rows, config)
+    assert 1 <= num_rows <= MAX_ROW_BLOCKS * config.block_rows or config.splits == 1, (num_rows, config)
+    assert config.splits == 1 or config.segments == 1, config
     assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config
     output_tiles, row_tiles = triton.cdiv(num_outputs, block_outputs), triton.cdiv(num_rows, block_rows)
     partials = out
@@ -233,6 +235,7 @@ def _launch_dot(
         block_inputs=config.block_inputs,
         block_weights=config.block_weights,
         splits=config.splits,
+        segments=config.segments,
         num_stages=config.num_stages,
         prefetched_inputs=num_prefetched_inputs(weight, config, row_group > 0),
         threads=32 * config.num_warps,

@@ -39,6 +39,7 @@ class DotConfig:
     prefetched_inputs: int = 512  # inputs of each weight row that are prefetched to L2 before the wait
     block_rows: int = 64  # rows of one program at most
     least_rows: int = 16  # and at least, of which some may be padding
+    segments: int = 1  # of the inputs, which one program sums as so many splits would; without splits
 
 
 Config = FmaConfig | PackedFmaConfig | DotConfig

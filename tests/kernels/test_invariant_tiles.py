@@ -1,12 +1,15 @@
-"""A product by one tile: a row has the same bits whatever the number of rows."""
+"""A product by tiles that agree: a row has the same bits whatever the number of rows."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ringcore.kernels.invariant_tiles import invariant_tile
+from ringcore.kernels.invariant_tiles import InvariantTiles, agreeing_rows
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
+from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 
 
@@ -16,16 +19,41 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(
 ) -> None:
     draw = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, 80, generator=draw).to(device, dtype) for n in (70, 72))
-    tile = invariant_tile(weight)
-    whole = skinny_linear(x, weight, tile)
+    tiles = InvariantTiles(weight)
+    whole = skinny_linear(x, weight, tiles.choose(70))
     assert (whole.float() - skinny_linear_reference(x, weight).float()).abs().max() < tolerance
     for rows in (slice(0, 1), slice(5, 8), slice(3, 67), slice(69, 70)):
-        assert torch.equal(skinny_linear(x[rows].contiguous(), weight, tile), whole[rows])
+        part = x[rows].contiguous()
+        assert torch.equal(skinny_linear(part, weight, tiles.choose(len(part))), whole[rows])
 
 
-def test_a_product_never_chooses_by_its_rows(device: torch.device) -> None:
+@pytest.mark.parametrize("num_inputs", [4096, 2112])
+def test_segments_are_summed_as_splits_are(device: torch.device, num_inputs: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, num_inputs, generator=draw).to(device) for n in (9, 40))
+    tile = DotConfig(32, 32, 4, 2, 4)
+    split = skinny_linear(x, weight, tile)
+    assert torch.equal(skinny_linear(x, weight, replace(tile, splits=1, segments=4)), split)
+    torch.testing.assert_close(split, skinny_linear_reference(x, weight), rtol=1e-4, atol=1e-3)
+
+
+def test_few_rows_of_few_outputs_are_split(device: torch.device) -> None:
+    """As many spans of inputs as many rows have: 64 tiles of outputs, then 4 times as many programs."""
+    weight = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device)
+    tiles = InvariantTiles(weight)
+    few, many = tiles.choose(32), tiles.choose(2048)
+    assert (few.splits, few.segments, many.splits, many.segments) == (4, 1, 1, 4)
+    wide = InvariantTiles(torch.zeros(24576, 64, dtype=torch.bfloat16, device=device)).choose(32)
+    assert (wide.splits, wide.segments) == (1, 1)
+
+
+def test_numbers_of_rows_that_agree(device: torch.device) -> None:
+    assert 64 in agreeing_rows(torch.float16, device, 64, 4)
+
+
+def test_a_product_never_chooses_cublas(device: torch.device) -> None:
     weight = torch.randn(64, 32, dtype=torch.bfloat16, device=device)
     product = KernelProduct(weight, None)
-    chosen = {product.batch_invariant()._choose(64, 32, rows) for rows in (1, 4, 64, 5000)}
-    assert chosen == {invariant_tile(weight)}
-    assert {product._choose(64, 32, rows) for rows in (1, 5000)} != chosen, "the product itself is as it was"
+    chosen = [product.batch_invariant()._choose(64, 32, rows) for rows in (1, 4, 64, 5000)]
+    assert all(isinstance(config, DotConfig) for config in chosen)
+    assert product._choose(64, 32, 5000) is None, "the product itself is as it was"

@@ -52,13 +52,13 @@ class KernelProduct(Product):
         self._expand = expand_weight.expand_weight
 
     def batch_invariant(self) -> KernelProduct:
-        """The same product by one tile for every number of rows, never by cuBLAS: a row has the same bits in each."""
-        from ringcore.kernels.invariant_tiles import invariant_tile
+        """The same product by tiles that agree, never by cuBLAS: a row has the same bits in any number of rows."""
+        from ringcore.kernels.invariant_tiles import InvariantTiles
 
-        made, tile = copy.copy(self), invariant_tile(self.weight)
+        made, tiles = copy.copy(self), InvariantTiles(self.weight)
 
         def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
-            return tile if num_rows else None
+            return tiles.choose(num_rows) if num_rows else None
 
         made._choose = choose
         return made
