@@ -70,13 +70,15 @@ class PlansMixed(PlansOnDevice):
 
 @pytest.fixture
 def worker(tiny_mixed: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    """Mixed steps of up to 8 tokens are graphs of 2, 4 and 8; one is not there before a step needs it."""
+    """Mixed steps of up to 8 tokens are graphs of 2, 4 and 8; one is not there before a step misses it."""
     rows_on_device(monkeypatch, plans_on_device=True, backend=PlansMixed)
-    from ringcore.worker.runner import graph_capture
+    from ringcore.worker.runner import graph_capture, graph_demand
     from ringcore.worker.runner.mixed_graphs import MixedGraphs
 
     monkeypatch.setattr(graph_capture, "capture", captured)
     monkeypatch.setattr(graph_capture, "_MIXED_SIZES", SIZES)
+    monkeypatch.setattr(graph_demand, "_MISSES", 1)
+    monkeypatch.setattr(graph_demand, "_STEPS_APART", 0)
     worker = Worker(make_config(tiny_mixed[0]), 0, None)
     worker.init_device()
     worker.load_model()
@@ -144,6 +146,22 @@ def test_a_step_uses_the_smallest_graph_that_holds_it(worker: Worker, monkeypatc
     run(worker, {1: 8}, new=[admit(1, OTHER, range(11, 15), range(15, 19))])
     run(worker, {0: 3, 2: 10}, new=[admit(2, OTHER, range(20, 23), range(23, 26))])
     assert (replays, lens) == ([4, 8], [3, 8]), "of the step's tokens, without padding"
+
+
+def test_a_step_without_its_graph_is_launched_as_it_is(
+    worker: Worker, mixed_reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is captured by an idle engine: the same tokens, padded alike."""
+    from ringcore.worker.runner import graph_demand
+
+    monkeypatch.setattr(graph_demand, "_MISSES", 100)
+    first = sampled(run(worker, {0: 5}, new=[admit(0, OTHER[:5], range(1, 7), range(7, 13))]))
+    assert mixed_graphs(worker).missing == [2, 4, 8]
+    sampled(run(worker, {0: 1, 1: 2}, new=[admit(1, SHORT, range(21, 27), range(27, 33))]))
+    second = sampled(run(worker, {1: 1}))
+    assert mixed_graphs(worker).missing == [2, 4, 8]
+    assert [first[0]] == mixed_reference(OTHER[:5], 1)
+    assert [second[1]] == mixed_reference(SHORT, 1)
 
 
 def test_padding_writes_into_no_block(worker: Worker) -> None:

@@ -13,6 +13,7 @@ from ringcore.worker.rows.device_rows import DeviceRows
 from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.runner import graph_capture
 from ringcore.worker.runner.graph_capture import mixed_sizes, padded_metadata
+from ringcore.worker.runner.graph_demand import GraphDemand
 from ringcore.worker.runner.paged_model import PagedModel
 
 __all__ = ["MixedGraphs"]
@@ -21,7 +22,8 @@ __all__ = ["MixedGraphs"]
 class MixedGraphs:
     """CUDA graphs of the forward pass of mixed steps: up to `max_tokens` tokens, of any number of sequences.
 
-    The host gathers the batch, and launches sampling afterwards. A missing graph is captured when a step needs it.
+    The host gathers the batch, and launches sampling afterwards. What a missing graph would do is launched operation by
+    operation, padded as the graph is: the same kernels.
     """
 
     def __init__(self, paged: PagedModel, rows: DeviceRows, max_tokens: int) -> None:
@@ -29,6 +31,7 @@ class MixedGraphs:
         self._paged = paged
         self._sizes = mixed_sizes(max_tokens)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # with its hidden states
+        self._demand = GraphDemand()
         device, layout, tokens = rows.state.device, rows.layout, self._sizes[-1]
         self._inputs = paged.model.new_inputs(tokens, device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -55,9 +58,11 @@ class MixedGraphs:
         inputs: see `CausalLM.forward`."""
         num_tokens = batch.metadata[0].num_tokens
         size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
-        if size not in self._graphs:
+        if size not in self._graphs and self._demand.is_due(size):
             self.capture(size)
         self._fill(inputs, batch, size)
+        if size not in self._graphs:
+            return self._run(size)[:num_tokens]
         graph, hidden = self._graphs[size]
         graph.replay()
         return hidden[:num_tokens]
