@@ -1,4 +1,4 @@
-"""No step waits for the stream: whole steps of every kind under torch's sync debug mode, which raises where one does."""
+"""No step waits for the stream: whole steps of every kind under the sync debug mode of torch, which raises."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @contextmanager
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the launch of a step; what reads its result waits for the ring of results, or for an event."""
-    launch = Worker.execute
+    launch = Worker.execute_model
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -52,7 +52,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "execute", watched)
+        patch.setattr(Worker, "execute_model", watched)
         yield
 
 
