@@ -75,12 +75,6 @@ class Gpu(Benchmark):
         parser.add_argument("--batches", help="decode these batches alone, e.g. 1,32 (default: as fits the model)")
         parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each stage (default: 1)")
         parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each engine (default: 1)")
-        parser.add_argument("--expert-parallel", action="store_true", help="each device has whole experts")
-        parser.add_argument(
-            "--deterministic",
-            action="store_true",
-            help="besides ringcore with deterministic=True, and vLLM in its batch-invariant mode",
-        )
         Deadline.add_arguments(parser)
 
     def run(self, plan: Plan) -> Findings:

@@ -42,6 +42,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of ringcore; both: its native classes and transformers' modules beside each other (default: auto)",
     )
     parser.add_argument("--memory-share", type=float, help="of the device's memory, for each engine (default: as fits)")
+    parser.add_argument("--expert-parallel", action="store_true", help="each device has whole experts")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="besides ringcore with deterministic=True, and vLLM in its batch-invariant mode",
+    )
 
 
 def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True, num_stages: int = 1) -> list[EngineSpec]:
@@ -52,12 +58,12 @@ def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True, n
     options = plan.options
     settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "max_model_len": MAX_MODEL_LEN}
     specs = _by_impl(child_specs(plan.specs, part, "child for the GPU benchmarks", settings), options.model_impl)
-    if getattr(options, "deterministic", False):
+    if options.deterministic:
         specs = with_deterministic(specs)
     fitting = _BESIDE_SHARE / len(specs) if are_together and len(specs) > 1 else _ALONE_SHARE
     placed = {"memory_share": options.memory_share or fitting, "tensor_parallel_size": size}
     placed |= {"pipeline_parallel_size": num_stages} if num_stages > 1 else {}
-    placed |= {"expert_parallel": True} if getattr(options, "expert_parallel", False) else {}
+    placed |= {"expert_parallel": True} if options.expert_parallel else {}
     specs = [replace(spec, settings={**spec.settings, **placed}) for spec in specs]
     return [without_cpu_settings(spec) for spec in specs] if options.device == "cuda" else specs
 
