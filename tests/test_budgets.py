@@ -19,7 +19,7 @@ FILES: dict[str, tuple[int, str]] = {
     ),
     "engine_core/core.py": (406, "every public call of the engine, a few lines each"),
     "engine_core/loop.py": (370, "one event loop: each message and each wait of it"),
-    "executor/multiproc.py": (360, "one executor: start, send, receive and close share the call table"),
+    "executor/multiproc.py": (386, "one executor: start, send, receive and close share the call table"),
     "worker/worker.py": (405, "every RPC method of the worker, a few lines each"),
     "executor/ring_buffer.py": (345, "the protocol's table and both ends of it are read together"),
     "front_end/llm.py": (355, "every public call of LLM, with its documentation"),
@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "cli/simulate.py:simulate": (60, "a command's flags, a line each"),
     "testing/trace.py:poisson_trace": (50, "its parameters, a line each"),
     "engine_core/core.py:__init__": (45, "the engine's parts, a line each"),
-    "engine_core/process.py:main": (44, "the phases of a process in order"),
+    "engine_core/process.py:main": (52, "the phases of a process in order"),
 }
 
 
