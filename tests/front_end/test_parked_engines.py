@@ -25,6 +25,7 @@ from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.front_end.client_start import start_client
 from ringcore.front_end.doctor.host_checks import check_parked
+from ringcore.front_end.engine_survey import survey
 from ringcore.front_end.local_engines import local_engines
 from ringcore.front_end.parking import parked_engines
 from ringcore.front_end.parking.adoption import adopt_parked
@@ -206,7 +207,7 @@ def test_it_dies_with_the_process_that_adopted_it(pool, parked, folder):
         assert adopter.stdout.readline() == "up\n"
         (engine,) = (one for one in local_engines() if one.pid == parked["engine"])
         assert engine.description.owner_pid == os.getpid()
-        assert engine.owner_pid == adopter.pid
+        assert engine.owner_pid == survey([engine], WAIT_S)[0].owner_pid == adopter.pid
         adopter.kill()
     assert are_gone(parked.values())
     pool.wait(WAIT_S)
