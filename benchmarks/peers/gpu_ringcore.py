@@ -81,7 +81,11 @@ def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     same = ("device", "dtype", "max_model_len", "tensor_parallel_size")
     options = {name: settings[name] for name in same}
     where_set = (
-        *("enable_sleep_mode", "model_impl", "pipeline_parallel_size", "expert_parallel", "deterministic"),
+        "enable_sleep_mode",
+        "model_impl",
+        "pipeline_parallel_size",
+        "expert_parallel",
+        "deterministic",
         "start_from",
     )
     options |= {name: settings[name] for name in where_set if name in settings}
