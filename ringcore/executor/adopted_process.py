@@ -12,7 +12,7 @@ __all__ = ["AdoptedProcess", "HandedOver"]
 
 
 class HandedOver(NamedTuple):
-    """The descriptors of a process that its owner gives away; whoever has them closes them.
+    """The descriptors of a process that its owner gives away; their holder closes them.
 
     pidfd: of the process. death: the write end of its death pipe. log: where its output is read. stacks: the memfd of
     its Python stacks.

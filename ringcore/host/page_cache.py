@@ -1,4 +1,4 @@
-"""Reads files into the page cache ahead of whoever will read them."""
+"""Reads files into the page cache before they are needed."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def check_driver(proc: Path = Path("/proc")) -> Iterator[Finding]:
 
 
 def check_parked() -> Iterator[Finding]:
-    """Memory that parked engines hold while they serve no one."""
+    """The memory of parked engines, which serve no requests."""
     found = list(offers())
     if not found:
         yield Finding("parked engines", "ok", "none of this user")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from ringcore.engine_core.admin.local_name import peer_credentials
-from ringcore.errors import PermissionDeniedError
+from ringcore.errors import PermissionDeniedError, RingcoreError
 from ringcore.protocol.parking import MAX_BYTES, ParkOffer
 
 __all__ = ["ParkName", "connect_to_park", "find_parks", "listen"]
@@ -38,14 +38,14 @@ class ParkName(NamedTuple):
 
 
 def listen() -> socket.socket:
-    """This program's socket. Raises `OSError` where a sandbox forbids it."""
+    """This program's socket. Raises `RingcoreError` where a sandbox forbids it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.bind(ParkName(os.geteuid(), os.getpid(), os.urandom(4).hex()).address)
         sock.listen(_BACKLOG)
-    except BaseException:
+    except OSError as error:
         sock.close()
-        raise
+        raise RingcoreError(f"engines cannot be parked: no abstract Unix socket can be opened: {error}") from error
     sock.setblocking(False)
     return sock
 
