@@ -15,6 +15,7 @@ from benchmarks.footprint import import_cost
 from benchmarks.gpu_options import Deadline, add_engine_arguments, gpu_specs
 from benchmarks.harness import Benchmark, EngineSpec, Plan, interleave, load_engine, note
 from benchmarks.models import PublishedModel, find_published
+from benchmarks.parked import parked, parked_spec
 from benchmarks.result import FAILED, Check, Findings, Measurement
 from benchmarks.turns import measurements_from_rows
 
@@ -39,6 +40,7 @@ class GpuStartup(Benchmark):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         add_engine_arguments(parser)
+        parser.add_argument("--parked", action="store_true", help="also starts of ringcore that adopt a parked engine")
         parser.set_defaults(models="Qwen3-0.6B")
         Deadline.add_arguments(parser)
 
@@ -69,7 +71,8 @@ class _Session:
                 if round_ == 0:
                     _read_files(self._specs[name])
                     return []
-                rows, self._engines[name] = _cold_and_warm(self._specs[name], folder)
+                with_parked = self._plan.options.parked and name.startswith("ringcore")
+                rows, self._engines[name] = _cold_and_warm(self._specs[name], folder, with_parked)
             except BenchmarkError as error:
                 note(f"{name} failed, {model.name}: {error.message}")
                 first = error.message.splitlines()[0]
@@ -100,19 +103,22 @@ def _read_files(spec: EngineSpec) -> None:
     import_cost(spec.python, STATEMENTS[spec.name], spec.env)
 
 
-def _cold_and_warm(spec: EngineSpec, model: Path) -> tuple[Rows, dict[str, Any]]:
-    """Two starts in caches of their own, the second with what the first left there; rows, and the engine's facts."""
+def _cold_and_warm(spec: EngineSpec, model: Path, with_parked: bool) -> tuple[Rows, dict[str, Any]]:
+    """Two starts in caches of their own, the second with what the first left there; rows, and the engine's facts.
+    with_parked: and two that adopt an engine, which holds its memory meanwhile, and which sleeps."""
     with tempfile.TemporaryDirectory(prefix="caches-") as folder:
         paths = {variable: f"{folder}/{variable.lower()}" for variable in CACHES}
         started = replace(spec, env={**spec.env, **paths})
         cold, _ = _start(started, model)
         warm, facts = _start(started, model)
+        parts = {"cold": cold, "warm": warm}
+        if with_parked:
+            for label, can_sleep in (("parked", False), ("parked asleep", True)):
+                adopting = parked_spec(started, spec.name, enable_sleep_mode=can_sleep)
+                with parked(adopting, model):
+                    parts[label], _ = _start(adopting, model)
     facts["env"] = {name: value for name, value in facts["env"].items() if name not in CACHES}
-    rows = [
-        (f"{label}, {name}", unit, value)
-        for label, part in (("cold", cold), ("warm", warm))
-        for name, unit, value in part
-    ]
+    rows = [(f"{label}, {name}", unit, value) for label, part in parts.items() for name, unit, value in part]
     return rows, facts
 
 
@@ -141,5 +147,6 @@ def _conditions(dtype: str) -> list[str]:
         f"Random weights in {dtype}; one request of one token; every start a fresh process, nothing beside it.",
         "Cold: the folders where engines keep what they compiled are new. Warm: they hold what a cold start left. "
         "The packages' files were read before.",
+        "Parked: an engine of the same options waits with all of its memory. Asleep: with its weights in host memory.",
         "Phases are those that the engine tells of itself.",
     ]

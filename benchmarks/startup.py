@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import Benchmark, EngineSpec, Plan, generate, interleave, load_engine, note
+from benchmarks.parked import parked, parked_spec
 from benchmarks.result import Findings, Measurement
 
 __all__ = ["Startup"]
@@ -26,8 +28,14 @@ class Start:
 class Startup(Benchmark):
     """seconds from construction, and from process start, to the first token"""
 
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--parked", action="store_true", help="also starts of ringcore that adopt a parked engine")
+
     def run(self, plan: Plan) -> Findings:
-        specs = {spec.name: spec for spec in plan.specs}
+        first, *others = plan.specs
+        adopting = [parked_spec(first, f"{first.name} parked")] if plan.options.parked else []
+        specs = {spec.name: spec for spec in (first, *adopting, *others)}
         engines: dict[str, dict[str, Any]] = {}
 
         def turn(name: str, round_: int) -> Start:
@@ -35,7 +43,7 @@ class Startup(Benchmark):
             note(f"round {round_} of {plan.rounds}: {name} {start}")
             return start
 
-        starts = interleave(plan.names, plan.rounds, turn)
+        starts = interleave(list(specs), plan.rounds, turn)
 
         def row(name: str, field: str) -> Measurement:
             samples = {engine: [getattr(start, field) for start in taken] for engine, taken in starts.items()}
@@ -50,12 +58,13 @@ class Startup(Benchmark):
             engines=engines,
             conditions=[
                 f"{plan.model.name} in float32; one request, one token; every sample a fresh process, nothing beside.",
+                "Parked: an engine of the same options waits with all of its memory; its own start is not counted.",
                 "Warm files: the round before the counted ones has read the weights and filled every compile cache.",
             ],
         )
 
     def _start(self, spec: EngineSpec, plan: Plan) -> tuple[Start, dict[str, Any]]:
-        with spec.start() as driver:
+        with parked(spec, plan.model), spec.start() as driver:
             loaded = load_engine(driver, spec, plan.model)
             first = generate(driver, [PROMPT], 1)
             process_s = time.monotonic() - driver.started_s

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ringcore.front_end.async_engine import AsyncEngine as AsyncLLMEngine
     from ringcore.front_end.llm import LLM
     from ringcore.front_end.local_engines import local_engines
+    from ringcore.front_end.parking.parked_engines import ParkedEngines
     from ringcore.params.logits_processor import LogitsProcessor, LogitsProcessorContext
     from ringcore.params.outputs import CompletionOutput, RequestOutput
     from ringcore.params.prompts import TextPrompt, TokensPrompt
@@ -50,6 +51,7 @@ __all__ = [
     "HostTensor",
     "LogitsProcessor",
     "LogitsProcessorContext",
+    "ParkedEngines",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -75,6 +77,7 @@ _HOME = {
     "HostTensor": "ringcore.protocol.host_tensor",
     "LogitsProcessor": "ringcore.params.logits_processor",
     "LogitsProcessorContext": "ringcore.params.logits_processor",
+    "ParkedEngines": "ringcore.front_end.parking.parked_engines",
     "RequestOutput": "ringcore.params.outputs",
     "RequestOutputKind": "ringcore.params.sampling_params",
     "SamplingParams": "ringcore.params.sampling_params",

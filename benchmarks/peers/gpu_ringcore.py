@@ -19,14 +19,14 @@ class RingcoreChild(EngineChild):
 
     def import_library(self) -> None:
         from ringcore import EngineConfig, SamplingParams
-        from ringcore.front_end.client import EngineCoreClient
+        from ringcore.front_end.client_start import start_client
         from ringcore.protocol import EngineCoreRequest
 
-        self._config_class, self._client_class = EngineConfig, EngineCoreClient
+        self._config_class, self._start_client = EngineConfig, start_client
         self._params_class, self._request_class = SamplingParams, EngineCoreRequest
 
     def construct(self, model: str, settings: Mapping[str, Any]) -> None:
-        self._client = self._client_class(self._config_class.from_options(model=model, **engine_options(settings)))
+        self._client = self._start_client(self._config_class.from_options(model=model, **engine_options(settings)))
         self._client.wait_ready()
 
     def phases(self) -> dict[str, float]:
@@ -80,7 +80,14 @@ def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings` as `EngineChild.construct` takes them; all else is ringcore's default."""
     same = ("device", "dtype", "max_model_len", "tensor_parallel_size")
     options = {name: settings[name] for name in same}
-    where_set = ("enable_sleep_mode", "model_impl", "pipeline_parallel_size", "expert_parallel", "deterministic")
+    where_set = (
+        "enable_sleep_mode",
+        "model_impl",
+        "pipeline_parallel_size",
+        "expert_parallel",
+        "deterministic",
+        "start_from",
+    )
     options |= {name: settings[name] for name in where_set if name in settings}
     return {**options, "gpu_memory_utilization": settings["memory_share"], "load_format": "dummy"}
 

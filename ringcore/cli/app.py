@@ -34,6 +34,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.help import SectionedCommand
     from ringcore.cli.keys import keys
     from ringcore.cli.models import models
+    from ringcore.cli.park import make_park
     from ringcore.cli.ps import ps
     from ringcore.cli.rpc import rpc
     from ringcore.cli.serve import make_serve
@@ -52,6 +53,7 @@ def make_app() -> typer.Typer:
     app.add_typer(make_bench(), name="bench", short_help="Measure a model, or a service behind a URL.")
     command("models", short_help="List the models that can be served, and why others cannot.")(models)
     command("verify", short_help="Compare what a model generates here with transformers.")(make_verify())
+    command("park", short_help="Start engines ahead, for programs that start later.")(make_park())
     command("ps", short_help="List the engines that this user runs on this host.")(ps)
     command("top", short_help="Show what a running engine does, live in the terminal.")(top)
     command("dump", short_help="Write a running engine's whole state as JSON.")(dump)

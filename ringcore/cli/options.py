@@ -46,6 +46,7 @@ _SHORT = {  # as vLLM has them
     "expert_parallel": "-ep",
     "quantization": "-q",
 }
+_VARIABLES = {"start_from": "RINGCORE_START_FROM"}  # environment variables of flags that were not given
 # Headings of the help, by the part of `EngineConfig`.
 _HEADINGS = {
     "model": "Engine: the model",
@@ -138,6 +139,7 @@ def _parameter(
     if typing.get_origin(plain) is list and "repeat it" not in doc:
         doc = f"{doc}; repeat it for more"
     names = [flags, *([_SHORT[name]] if name in _SHORT else [])]
+    reading["envvar"] = _VARIABLES.get(name)
     flag_option = typer.Option(*names, help=doc, show_default=False, rich_help_panel=heading, **reading)
     annotation = Annotated[plain if required else plain | None, flag_option]  # type: ignore[valid-type]
     return inspect.Parameter(

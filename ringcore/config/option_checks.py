@@ -26,6 +26,7 @@ from ringcore.config.options import (
     MODEL_IMPLS,
     QUANTIZATIONS,
     SCHEDULING_POLICIES,
+    START_FROM,
     STRUCTURED_OUTPUTS_BACKENDS,
     DeviceConfig,
     ModelConfig,
@@ -52,6 +53,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention_backend": ATTENTION_BACKENDS,
     "device_memory": DEVICE_MEMORY,
     "large_messages": LARGE_MESSAGES,
+    "start_from": START_FROM,
     "structured_outputs_backend": STRUCTURED_OUTPUTS_BACKENDS,
 }
 

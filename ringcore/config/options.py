@@ -27,6 +27,7 @@ ATTENTION_BACKENDS = (
 )
 DEVICE_MEMORY = ("auto", "arena", "plain")
 LARGE_MESSAGES = ("memfd", "zmq")
+START_FROM = ("new", "parked", "parked_only")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance", "xgrammar")
 
 
@@ -239,6 +240,11 @@ class ParallelConfig:
     local_admin: bool = _option(True, "let this user's processes on this host call the engine: ringcore ps, rpc, top")
     admin_endpoint: str | None = _option(None, "tcp://HOST:PORT where AdminClients may call workers; port 0 picks one")
     admin_keys: str | None = _option(None, "the directory with the keys of admin_endpoint, by 'ringcore keys DIR'")
+    start_from: str = _option(
+        "new",
+        f"one of {', '.join(START_FROM)}: parked adopts an engine of the same configuration that 'ringcore park' keeps "
+        "on this host, or starts a new one where there is none; parked_only is an error then",
+    )
     # resolved
     ranks: RankLayout | None = None  # another layout than every rank on this host
 

@@ -1,4 +1,8 @@
-"""The engine process: its entry point and life cycle."""
+"""The engine process: its entry point and life cycle.
+
+Most of the engine is imported while the workers' processes start: so a client, which takes a few names from here, does
+not import it either.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,12 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ringcore.config import EngineConfig
-from ringcore.engine_core.admin.endpoint import AdminEndpoint
-from ringcore.engine_core.admin.opening import open_admin
-from ringcore.engine_core.core import EngineCore
 from ringcore.engine_core.heartbeat import start_heartbeat
-from ringcore.engine_core.loop import EngineLoop
 from ringcore.engine_core.transport.channel import EngineChannel, FrameLimits
 from ringcore.errors import EngineDeadError, RingcoreError
 from ringcore.executor import executor_class
@@ -25,7 +26,13 @@ from ringcore.protocol.codec import decoder
 from ringcore.protocol.messages import EngineDead, EngineRecovering
 from ringcore.protocol.wire_errors import wire_error, wire_without_details
 
-__all__ = ["CHANNEL", "ENTRY", "STATUS", "EngineLoop", "EngineStart", "main"]
+if TYPE_CHECKING:
+    from ringcore.engine_core.admin.endpoint import AdminEndpoint
+    from ringcore.engine_core.core import EngineCore
+    from ringcore.engine_core.loop import EngineLoop
+    from ringcore.executor.base import Executor
+
+__all__ = ["CHANNEL", "ENTRY", "STATUS", "EngineStart", "main"]
 
 ENTRY = "ringcore.engine_core.process:main"
 CHANNEL, STATUS = "channel", "status"  # names of the inherited descriptors: the socket, and the page of `heartbeat`
@@ -55,6 +62,7 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     start_heartbeat(status, start.config.parallel.engine_timeout_s)
     channel = EngineChannel(fds[CHANNEL], FrameLimits.for_ranks(start.config.parallel.layout.world_size))
     admin: AdminEndpoint | None = None
+    executor: Executor | None = None
     core: EngineCore | None = None
     loop: EngineLoop | None = None
 
@@ -65,9 +73,14 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
             loop.announce_recovery(recovering)
 
     try:
-        admin = open_admin(start.config, fds[STATUS])  # before the workers start: a port in use fails at once
         executor = executor_class(start.config.parallel.executor)(start.config)
         executor.on_wait = status.go_on
+        executor.begin()
+        from ringcore.engine_core.admin.opening import open_admin
+        from ringcore.engine_core.core import EngineCore
+        from ringcore.engine_core.loop import EngineLoop
+
+        admin = open_admin(start.config, fds[STATUS])  # before it waits for the workers: a port in use fails at once
         core = EngineCore(start.config, executor, on_recovery=announce_recovery)
         status.end()  # start-up is over
         loop = EngineLoop(core, channel, admin, status if executor.pids() else None)
@@ -86,6 +99,8 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
             admin.fail(wire_error(EngineDeadError("the engine was closed", process="engine")))
         if core is not None:
             core.shutdown()
+        elif executor is not None:
+            executor.shutdown()
         channel.close(_CLOSE_LINGER_S)
         if admin is not None:
             admin.close(_FLUSH_TIMEOUT_S)

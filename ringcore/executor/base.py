@@ -34,6 +34,10 @@ class Executor(RpcSubmitter):
         self.on_wait: Callable[[], None] = lambda: None
         self.tracer = Tracer()
 
+    def begin(self) -> None:
+        """Starts the processes of workers that can be started without a wait; may be called once, before `start`, whose
+        caller has something to do meanwhile. Raises as `start`."""
+
     @abstractmethod
     def start(self) -> dict[str, float]:
         """Starts every worker and returns when all have their device and model. Raises the error that stopped a worker.

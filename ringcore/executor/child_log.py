@@ -21,7 +21,7 @@ STDERR = 2
 
 
 class ChildLog:
-    """Reads lines from `read_fd`, which it then owns, until the child's side is closed or `close` is called."""
+    """Reads lines from `read_fd`, which it then owns, until the child's side is closed or `stop` is called."""
 
     def __init__(self, name: str, read_fd: int) -> None:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -39,11 +39,10 @@ class ChildLog:
         """Waits for the rest of an ended child's output, at most `timeout_s`: a grandchild may hold the pipe open."""
         self._thread.join(timeout_s)
 
-    def close(self, timeout_s: float = 0.2) -> None:
-        """Copies the remaining output, then ends the thread. Idempotent."""
+    def stop(self, timeout_s: float = 0.2) -> None:
+        """Copies what has arrived, then ends the thread. Idempotent."""
         if self._stop_fd < 0:
             return
-        self.finish(timeout_s)
         os.eventfd_write(self._stop_fd, 1)
         # The thread may block in a write to a stderr without a reader: thread and descriptor are leaked then.
         self._thread.join(timeout_s)

@@ -9,17 +9,21 @@ import importlib
 import os
 import select
 import signal
+import struct
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from ringcore.host.log_forwarding import forward_logs
 
-__all__ = ["PARENT_DEATH", "STACKS", "STACKS_ARMED", "STACKS_SIGNAL", "run"]
+__all__ = ["NEXT_PARENT", "NEXT_PID", "PARENT_DEATH", "STACKS", "STACKS_ARMED", "STACKS_SIGNAL", "run"]
 
 # Names among the entry's descriptors.
 PARENT_DEATH = "parent_death"  # hangs up when the parent ends
+NEXT_PARENT = "next_parent"  # of a process that can be handed over: says with which process it dies from then on
 STACKS = "stacks"  # a memfd in append mode, for the Python stacks that `STACKS_SIGNAL` requests
+
+NEXT_PID = struct.Struct("=i")  # what `NEXT_PARENT` says, once
 
 STACKS_SIGNAL = signal.SIGRTMIN + 3  # no library uses it; SIGUSR1 and 2 belong to the user
 STACKS_ARMED = b"armed\n"  # the memfd's first content: earlier, the signal would end the process
@@ -32,7 +36,7 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
     already set).
     """
     fds: dict[str, int] = dict(header["fds"])
-    _die_with_parent(fds[PARENT_DEATH], header["parent_pid"])
+    _die_with_parent(fds[PARENT_DEATH], header["parent_pid"], fds.get(NEXT_PARENT))
     _arm_stack_dumps(fds[STACKS])
     # The terminal sends Ctrl-C to the whole process group, but only the process that the user started decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -56,8 +60,8 @@ def _arm_stack_dumps(fd: int) -> None:
     os.write(fd, STACKS_ARMED)
 
 
-def _die_with_parent(pipe_fd: int, parent_pid: int) -> None:
-    """Ends this process when its parent ends, in any way.
+def _die_with_parent(pipe_fd: int, parent_pid: int, next_fd: int | None) -> None:
+    """Ends this process when its parent ends, in any way; or the process that `next_fd` names, if it does.
 
     Two mechanisms, as each has a gap. The kernel sends SIGKILL when the last write end of the death pipe is closed:
     that works inside a C call that holds the GIL, but a process that the parent forked keeps a write end open. The
@@ -68,17 +72,41 @@ def _die_with_parent(pipe_fd: int, parent_pid: int) -> None:
         fcntl.fcntl(pipe_fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe_fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe_fd, fcntl.F_SETFL, fcntl.fcntl(pipe_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    watched = [pipe_fd]
-    with contextlib.suppress(OSError):
-        watched.append(os.pidfd_open(parent_pid))
-    poll = select.poll()
-    for fd in watched:
-        poll.register(fd, select.POLLIN)
+    poll = _poll_of(pipe_fd, parent_pid)
     if os.getppid() != parent_pid or poll.poll(0):  # the parent ended before the watch was armed
         os._exit(1)
 
     def watch() -> None:
-        poll.poll()
+        watched = poll
+        if next_fd is not None:
+            watched.register(next_fd, select.POLLIN)
+            watched.poll()
+            watched = _poll_of(pipe_fd, _read_pid(next_fd))
+        watched.poll()
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-death", daemon=True).start()
+
+
+def _poll_of(pipe_fd: int, pid: int) -> select.poll:
+    """Of the death pipe, and the end of this process; ends this process if that one is gone."""
+    poll = select.poll()
+    poll.register(pipe_fd, select.POLLIN)
+    try:
+        poll.register(os.pidfd_open(pid), select.POLLIN)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # a sandbox without pidfds
+        pass
+    return poll
+
+
+def _read_pid(next_fd: int) -> int:
+    """The process that `next_fd` names; ends this process if the parent has ended without a word there."""
+    os.set_blocking(next_fd, False)
+    word = b""
+    with contextlib.suppress(BlockingIOError):  # a fork of the parent keeps the pipe open
+        word = os.read(next_fd, NEXT_PID.size)
+    if len(word) < NEXT_PID.size:
+        os._exit(1)
+    return int(NEXT_PID.unpack(word)[0])

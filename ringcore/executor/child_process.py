@@ -8,40 +8,27 @@ through inherited memory, and dies with its parent (see `child_main`).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.executor.adopted_process import AdoptedProcess, HandedOver
+from ringcore.executor.child_boot import StartedProcess, boot_memory, start_process
 from ringcore.executor.child_log import ChildLog
-from ringcore.executor.child_main import PARENT_DEATH, STACKS
+from ringcore.executor.child_main import NEXT_PARENT, NEXT_PID, PARENT_DEATH, STACKS
 from ringcore.executor.child_stacks import ChildStacks, process_state
-from ringcore.executor.ring_memory import unnamed_file
-from ringcore.host.log_forwarding import forwarded_level
 from ringcore.host.os_limits import os_limit_errors
 
 __all__ = ["ChildProcess", "terminate_all"]
 
 TERM_GRACE_S = 2.0
 KILL_GRACE_S = 5.0
-
-# Only sets sys.path: everything else is in child_main, which can then be imported.
-_BOOT = """\
-import json, os, sys
-with os.fdopen(int(sys.argv[1]), "rb") as boot:
-    header = json.loads(boot.readline())
-    payload = boot.read()
-sys.path[:] = header["path"]
-from ringcore.executor.child_main import run
-run(header, payload)
-"""
 
 
 class ChildProcess:
@@ -51,23 +38,24 @@ class ChildProcess:
     """
 
     def __init__(
-        self, name: str, popen: subprocess.Popen[bytes], death_fd: int, log_fd: int, stacks: ChildStacks
+        self,
+        name: str,
+        process: StartedProcess | AdoptedProcess,
+        fds: HandedOver,
+        stacks: ChildStacks,
+        next_fd: int | None = None,
     ) -> None:
+        """Owns the descriptors, except if it raises. stacks: owns that of `fds`. next_fd: see `hand_over`."""
         self.name = name
-        self.pid = popen.pid
-        self.pidfd = os.pidfd_open(popen.pid)  # before a wait() reaps it: the pid is still valid
-        self._popen = popen
-        try:
-            self._log = ChildLog(name, log_fd)
-        except BaseException:
-            os.close(self.pidfd)
-            raise
+        self.pid, self.pidfd = process.pid, fds.pidfd
+        self._process, self._log_fd, self._next_fd = process, fds.log, next_fd
+        self._log = ChildLog(name, fds.log)
         self._stacks = stacks
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._owner_pid = os.getpid()
-        self._fds = [self.pidfd, death_fd]
+        self._fds = [fds.pidfd, fds.death, *([] if next_fd is None else [next_fd])]
         self._is_closed = False
-        self._abandoned = weakref.finalize(self, _abandon, popen, self._log, stacks, self._fds, os.getpid())
+        self._abandoned = weakref.finalize(self, _abandon, process, self._log, stacks, self._fds, os.getpid())
 
     @classmethod
     def start(
@@ -77,13 +65,17 @@ class ChildProcess:
         payload: bytes = b"",
         fds: Mapping[str, int] | None = None,
         env: Mapping[str, str] | None = None,
+        *,
+        can_be_handed_over: bool = False,
     ) -> ChildProcess:
         """Starts a Python process that calls `entry` ("module:function") as `entry(payload, fds)`.
 
         `fds` are inherited under the same numbers, by name; the child gets two more: "parent_death", which hangs up
         when this process ends, and "stacks" (see `python_stacks`). `env` updates this process's environment. The child
         ignores SIGINT and has no stdin; its log records are logged here, its other output is copied to this process's
-        stderr. Raises `RingcoreError` if it cannot be started, `CapacityError` if the system lacks resources for it.
+        stderr. can_be_handed_over: see `hand_over`; it has a session of its own, and no terminal.
+
+        Raises `RingcoreError` if it cannot be started, `CapacityError` if the system lacks resources for it.
         """
         if not sys.executable:
             raise RingcoreError("cannot start a process: sys.executable is empty; set it to a Python interpreter")
@@ -98,24 +90,60 @@ class ChildProcess:
             stacks = ChildStacks()
             ours.callback(stacks.close)
             passed = dict(fds or {}) | {PARENT_DEATH: death_read, STACKS: stacks.fileno()}
-            boot_fd = _boot_memory(name, entry, payload, passed)
+            next_write = None
+            if can_be_handed_over:
+                passed[NEXT_PARENT], next_write = os.pipe2(os.O_CLOEXEC)
+                inherited.callback(os.close, passed[NEXT_PARENT])
+                ours.callback(os.close, next_write)
+            boot_fd = boot_memory(name, entry, payload, passed)
             inherited.callback(os.close, boot_fd)
-            popen = _popen(name, boot_fd, log_write, [boot_fd, *passed.values()], env)
+            popen = start_process(name, boot_fd, log_write, [boot_fd, *passed.values()], env, can_be_handed_over)
             ours.callback(popen.wait)
             ours.callback(popen.kill)
-            child = cls(name, popen, death_write, log_read, stacks)
+            pidfd = os.pidfd_open(popen.pid)  # before a wait() reaps it: the pid is still valid
+            ours.callback(os.close, pidfd)
+            child = cls(name, popen, HandedOver(pidfd, death_write, log_read, stacks.fileno()), stacks, next_write)
             ours.pop_all()  # the child object owns them now
             return child
 
+    @classmethod
+    def adopt(cls, name: str, pid: int, fds: HandedOver) -> ChildProcess:
+        """A process that another one has handed over; it dies with this process from now on. Owns the descriptors."""
+        return cls(name, AdoptedProcess(pid, fds.pidfd), fds, ChildStacks(fds.stacks))
+
+    def hand_over(self, owner_pid: int) -> HandedOver:
+        """Has the process die with another one than this, and returns duplicates of what that one needs, which the
+        caller sends there and closes; `release` must follow, or `terminate` if it was not received.
+
+        Until this process ends or releases it, either's end is the process's. Only of one that was started so.
+        """
+        assert self._next_fd is not None, "start it with can_be_handed_over=True"
+        handed = HandedOver(*map(os.dup, (self.pidfd, self._fds[1], self._log_fd, self._stacks.fileno())))
+        self._log.stop()  # so that no line is read half here and half there
+        os.write(self._next_fd, NEXT_PID.pack(owner_pid))
+        return handed
+
+    def release(self, on_end: Callable[[], None]) -> None:
+        """Frees what this process holds of one that was handed over; a thread reaps it when it ends, and calls
+        `on_end`."""
+        with self._lock:
+            self._free()
+
+        def reap() -> None:
+            self._process.wait()
+            on_end()
+
+        threading.Thread(target=reap, name=f"reaper of {self.name}", daemon=True).start()
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the process to end, and reaps it; whether it has ended."""
-        if self._popen.returncode is None and not self._is_closed:
+        if not self._process.has_ended and not self._is_closed:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
             if not poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1e3):
                 return False
-            self._popen.wait()
-        return self._popen.returncode is not None
+            self._process.wait()
+        return self._process.has_ended
 
     def is_alive(self) -> bool:
         return not self.wait(0)
@@ -123,13 +151,13 @@ class ChildProcess:
     @property
     def exit_code(self) -> int | None:
         """The exit code, or None while it runs or if a signal ended it."""
-        code = self._popen.returncode
+        code = self._process.returncode
         return code if code is not None and code >= 0 else None
 
     @property
     def signal_name(self) -> str | None:
         """The signal that ended it, e.g. "SIGKILL"."""
-        code = self._popen.returncode
+        code = self._process.returncode
         if code is None or code >= 0:
             return None
         try:
@@ -143,6 +171,8 @@ class ChildProcess:
             return "still running"
         if self.signal_name == "SIGKILL":
             return "killed by SIGKILL, often the out-of-memory killer"
+        if self._process.returncode is None:
+            return "how is known to the process that started it alone"
         return f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
 
     def last_log(self) -> list[str]:
@@ -182,7 +212,7 @@ class ChildProcess:
 
     def process_state(self) -> str:
         """The kernel's state of it: "running", "sleeping", "disk sleep", "stopped", "zombie" or "gone"."""
-        return process_state(self.pid) if self._popen.returncode is None else "gone"
+        return process_state(self.pid) if not self._process.has_ended else "gone"
 
     def python_stacks(self, timeout_s: float = 0.5) -> str:
         """The Python stack of each of its threads, as text; requested by a signal, without other effect on the child.
@@ -202,15 +232,19 @@ class ChildProcess:
     def _close(self) -> None:
         """Frees descriptors and the log's thread; the process has ended, or nothing can end it."""
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            if self._abandoned.detach() is None:
-                return  # the finalizer ran first, at interpreter exit
-            self._log.close()
-            self._stacks.close()
-            for fd in self._fds:
-                os.close(fd)
+            self._log.finish(0.2)
+            self._free()
+
+    def _free(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._abandoned.detach() is None:
+            return  # the finalizer ran first, at interpreter exit
+        self._log.stop()
+        self._stacks.close()
+        for fd in self._fds:
+            os.close(fd)
 
 
 def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> None:
@@ -237,63 +271,15 @@ def terminate_all(children: Iterable[ChildProcess], grace_s: float = 0.0) -> Non
 
 
 def _abandon(
-    popen: subprocess.Popen[bytes], log: ChildLog, stacks: ChildStacks, fds: list[int], owner_pid: int
+    process: StartedProcess | AdoptedProcess, log: ChildLog, stacks: ChildStacks, fds: list[int], owner_pid: int
 ) -> None:
     """Finalizer of a child whose owner was collected without `terminate`."""
     if os.getpid() != owner_pid:
         return  # a fork of the owner: not its child
-    popen.kill()
-    popen.wait()
-    log.close()
+    process.kill()
+    process.wait()
+    log.finish(0.2)
+    log.stop()
     stacks.close()
     for fd in fds:
         os.close(fd)
-
-
-def _popen(
-    name: str, boot_fd: int, log_fd: int, fds: list[int], env: Mapping[str, str] | None
-) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            [sys.executable, *_interpreter_flags(), "-c", _BOOT, str(boot_fd)],
-            stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
-            pass_fds=fds,
-            env={**os.environ, **env} if env else None,
-        )
-    except OSError as error:
-        raise RingcoreError(f"cannot start the process {name!r} with {sys.executable}: {error}") from error
-
-
-def _boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -> int:
-    """A memfd with the child's boot data: a line of JSON, then the payload."""
-    path = [os.fsencode(folder).decode("utf-8", "surrogateescape") for folder in sys.path]
-    header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": path}
-    header["log_level"] = forwarded_level()
-    fd = unnamed_file("boot")
-    try:
-        with open(fd, "wb", closefd=False) as boot:
-            boot.write(json.dumps(header).encode() + b"\n")
-            boot.write(payload)
-        os.lseek(fd, 0, os.SEEK_SET)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _interpreter_flags() -> list[str]:
-    """The interpreter options that a child must share, since they change the meaning of its code; and UTF-8."""
-    options = {
-        "-I": sys.flags.isolated,
-        "-E": sys.flags.ignore_environment,
-        "-s": sys.flags.no_user_site,
-        "-B": sys.flags.dont_write_bytecode,
-        "-O": sys.flags.optimize == 1,
-        "-OO": sys.flags.optimize >= 2,
-    }
-    flags = [name for name, is_on in options.items() if is_on]
-    flags += ["-X", "utf8"]  # file names and output are UTF-8
-    flags += [f"-W{option}" for option in sys.warnoptions]
-    return flags + (["-X", "dev"] if sys.flags.dev_mode else [])

@@ -37,8 +37,9 @@ class ChildStacks:
     A file object and no bare descriptor: used after `close` it raises, and cannot touch a reused descriptor.
     """
 
-    def __init__(self) -> None:
-        self._file = io.FileIO(unnamed_file("stacks"), "rb+")
+    def __init__(self, fd: int | None = None) -> None:
+        """fd: the memfd of a process that was handed over, which this owns then; None: a new one."""
+        self._file = io.FileIO(unnamed_file("stacks") if fd is None else fd, "rb+")
         # Parent and child share the file offset: append mode lets the child write at the end after a truncate here.
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_APPEND)

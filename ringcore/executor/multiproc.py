@@ -6,7 +6,8 @@ import copy
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -49,6 +50,13 @@ class _SendQueue(NamedTuple):
     room: Waiter
 
 
+class _Begun(NamedTuple):
+    """Workers' processes that start. started_s: monotonic."""
+
+    creation: Call
+    started_s: float
+
+
 class MultiprocExecutor(Executor):
     """A worker for each rank, each in its own process, on this host or on one that joins.
 
@@ -70,15 +78,26 @@ class MultiprocExecutor(Executor):
         self._lock, self._is_shut = threading.RLock(), False
         self._hosts: HostStarter | None = None
         self._group: WorkerGroup | None = None
+        self._begun: _Begun | None = None  # until `start` waits for it
         self._dead: RingcoreError | None = EngineDeadError("the workers were not started; call start()")
         self._step_encoder, self._step_decoder = encoder(), decoder(ModelRunnerOutput)
 
+    def begin(self) -> None:
+        if set(self.config.parallel.layout.hosts) == {LOCALHOST}:  # others may take long to join
+            with self._first_start():
+                self._begun = self._begin()
+
     def start(self) -> dict[str, float]:
+        with self._first_start():
+            return self._start()
+
+    @contextmanager
+    def _first_start(self) -> Iterator[None]:
         with self._lock:
-            assert self._group is None, "start() was called twice"
+            assert self._group is None or self._begun is not None, "start() was called twice"
             try:
                 with os_limit_errors("the workers cannot be started"):
-                    return self._start()
+                    yield
             except BaseException:
                 self.shutdown()
                 raise
@@ -95,8 +114,8 @@ class MultiprocExecutor(Executor):
                 self._end_group(EngineDeadError(f"the workers could not be replaced: {error!r}", process="workers"))
                 raise
 
-    def _start(self) -> dict[str, float]:
-        phases: dict[str, float] = {}
+    def _begin(self) -> _Begun:
+        """Starts the workers' processes."""
         started = time.monotonic()
         if self._hosts is None:
             self._hosts = self.host_starter(self.config, self._factory)
@@ -108,7 +127,13 @@ class MultiprocExecutor(Executor):
         self._attach(group, spin_s)
         if self._is_shut:
             raise _was_shut_down()
-        created = msgspec.convert(self._table.open_creation(self).result(START_TIMEOUT_S), list[WorkerCreated])
+        return _Begun(self._table.open_creation(self), started)
+
+    def _start(self) -> dict[str, float]:
+        phases: dict[str, float] = {}
+        creation, started = self._begun or self._begin()
+        self._begun = None
+        created = msgspec.convert(creation.result(START_TIMEOUT_S), list[WorkerCreated])
         first, *others = ({method.name: method for method in worker.methods} for worker in created)
         self.methods = {name: own for name, own in first.items() if all(rank.get(name) == own for rank in others)}
         phases["start_workers"] = time.monotonic() - started

@@ -7,6 +7,8 @@ One line of 64 bytes a rank, written by that rank alone, each word whole:
            heartbeat    busy since      current or last call     calls executed     the method's name, if no step
            ns           ns, 0: idle     4 * id + kind            count              UTF-8, cut to 32 bytes
 
+An engine's page has one line of these, and then the owner of a process that was handed over: its pid, one word.
+
 Times are on the monotonic clock, which all processes of a host share. The words are not read atomically together:
 a reader may see one call with the count of the next. That suffices for a report, and for a watchdog that checks again.
 """
@@ -15,13 +17,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import time
 from typing import NamedTuple
 
 from ringcore.executor.ring_memory import PAGE, SEALS, seal, shared_memory
 from ringcore.executor.wire import STEP, STEP_METHOD
 
-__all__ = ["LINE", "RankStatus", "StatusBoard", "StatusLine", "create_board", "read_line"]
+__all__ = ["LINE", "RankStatus", "StatusBoard", "StatusLine", "create_board", "note_owner", "read_line", "read_owner"]
 
 LINE = 64
 _HEARTBEAT, _BUSY, _CALL, _COUNT = range(4)
@@ -47,6 +50,19 @@ def create_board(num_ranks: int) -> int:
     fd = shared_memory("status", -(-num_ranks * LINE // PAGE) * PAGE)
     seal(fd, SEALS)
     return fd
+
+
+_OWNER = struct.Struct("=Q")
+
+
+def note_owner(fd: int, pid: int) -> None:
+    """In an engine's page: the process that an engine process was handed over to."""
+    os.pwrite(fd, _OWNER.pack(pid), LINE)
+
+
+def read_owner(fd: int) -> int | None:
+    """None for the process that started the engine process."""
+    return int(_OWNER.unpack(os.pread(fd, _OWNER.size, LINE))[0]) or None
 
 
 class StatusBoard:

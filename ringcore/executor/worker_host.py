@@ -24,6 +24,8 @@ from ringcore.executor.status_board import RankStatus, StatusBoard, create_board
 from ringcore.executor.waiting import spin_budget_s
 from ringcore.executor.worker_proc import CALLS, CONTROL, RENDEZVOUS, REPLIES, STATUS, WorkerStart
 from ringcore.host.cache_folder import cache_folder
+from ringcore.host.page_cache import begin_reading_ahead
+from ringcore.host.resources import Host
 from ringcore.protocol.codec import encode_start
 
 __all__ = [
@@ -124,6 +126,8 @@ class NearHost(WorkerHost):
             raise
 
     def _start(self, start: HostStart) -> None:
+        # While the workers import torch.
+        begin_reading_ahead(start.config.model.files.weight_files, Host().free_memory_bytes())
         # Callbacks run in reverse order: the queues are closed, the processes end, then the rest is freed.
         parallel, num_workers = start.config.parallel, len(self.ranks)
         environment = _environment(start, num_workers)

@@ -78,21 +78,31 @@ class EngineCoreClient(EngineCaller, MemoryMethods):
         *,
         start_timeout_s: float = _START_TIMEOUT_S,
         tracer: Tracer | None = None,
+        connection: EngineConnection | None = None,
     ) -> None:
-        """tracer: of this process, where others record with it."""
+        """tracer: of this process, where others record with it. connection: of an engine process that has been started,
+        which this owns then; None starts one, whatever `start_from` says (see `client_start`)."""
         check_timeout("start_timeout_s", start_timeout_s)
         self.observers = observers
         self._parallel = config.parallel
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
         with os_limit_errors("the engine cannot be started"):
-            self._connection = EngineConnection(config)
+            self._connection = connection or EngineConnection(config)
         self.owner = self._connection.owner
         self._finalizer = weakref.finalize(self, self._connection.close)  # also when dropped, and at exit
         self._call_ids = count()
         self.num_weight_updates = 0  # that this client has finished
         self.tracer = Tracer() if tracer is None else tracer
         self._mailbox = Mailbox(self._connection, self.tracer, observers)
+
+    def begin_waking(self, operations: Sequence[MemoryOperation], ready: EngineReady, began_s: float) -> None:
+        """Has an adopted engine wake up, without waiting for it: its start-up ends with the last answer, and `ready` is
+        its report. began_s: when its adoption began, monotonic."""
+        calls = {next(self._call_ids): operation for operation in operations}
+        self._mailbox.be_ready_after(calls.keys(), ready, began_s)
+        for call_id, operation in calls.items():
+            self._send(Operate(call_id, operation, None))
 
     # -----------------------------------------------------------------------------------------------------------
     # Requests and their outputs.

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import os
 import select
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ringcore.config import EngineConfig
 from ringcore.engine_core.heartbeat import EngineWatchdog
-from ringcore.engine_core.process import CHANNEL, ENTRY, STATUS, EngineStart
-from ringcore.engine_core.transport.channel import ClientChannel, FrameLimits, Received, StreamClosed, channel_pair
+from ringcore.engine_core.transport.channel import ClientChannel, FrameLimits, Received, StreamClosed
 from ringcore.engine_core.transport.framing import Buffer
 from ringcore.errors import EngineDeadError
-from ringcore.executor.child_process import ChildProcess
-from ringcore.executor.status_board import StatusBoard, create_board
+from ringcore.executor.status_board import StatusBoard, note_owner
+from ringcore.front_end.engine_ends import EngineEnds, start_engine_process
 from ringcore.host.owner_process import OwnerProcess
-from ringcore.protocol.codec import encode_start
 from ringcore.protocol.messages import ClientMessage, EngineMessage, Shutdown
 
 __all__ = ["EngineConnection"]
@@ -29,42 +28,38 @@ _MAX_STACK_CHARS = 16 << 10
 
 
 class EngineConnection:
-    """Starts an engine process. It holds no reference to the client, so that a dropped client can be finalized.
+    """An engine process and the channel to it. It has no reference to the client, so that a dropped one is finalized.
 
     `send` is thread-safe; `wait`, `messages` and `death` belong to one thread at a time.
     is_listening: whether the engine reads its socket; it does not while its workers start.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, ends: EngineEnds | None = None, *, can_be_handed_over: bool = False
+    ) -> None:
+        """ends: of a parked engine that was handed over, which this owns then; None starts an engine process.
+        can_be_handed_over: see `hand_over`."""
         self.is_listening = False
         self.owner = OwnerProcess("the engine")
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._peer_closed_s: float | None = None  # when the engine closed its end
         self._has_ended = False  # the process, as the last wait saw it
-        ours, theirs = channel_pair()
         try:
-            with theirs:
-                board = self._start(config, theirs.fileno())
+            ends = start_engine_process(config, can_be_handed_over) if ends is None else ends
         except BaseException:
             os.close(self._wake_fd)
-            ours.close()
             raise
+        self._process, self._status_fd = ends.process, ends.status_fd
+        ours = ends.channel
         limits = FrameLimits.for_ranks(config.parallel.layout.world_size)
         self._channel = ClientChannel(ours, self._process.pidfd, self._wake_fd, limits)
         self._poll = select.poll()
         for fd in (self._channel.fileno(), self._process.pidfd, self._wake_fd):
             self._poll.register(fd, select.POLLIN)
         timeout_s = config.parallel.engine_timeout_s
-        self._watchdog = None if timeout_s is None else EngineWatchdog(self._process, board, timeout_s)
-
-    def _start(self, config: EngineConfig, channel_fd: int) -> StatusBoard:
-        status_fd = create_board(1)
-        try:
-            payload = encode_start(EngineStart(config))
-            self._process = ChildProcess.start("engine", ENTRY, payload, {CHANNEL: channel_fd, STATUS: status_fd})
-            return StatusBoard(status_fd, 1)
-        finally:
-            os.close(status_fd)
+        self._watchdog = (
+            None if timeout_s is None else EngineWatchdog(self._process, StatusBoard(self._status_fd, 1), timeout_s)
+        )
 
     def send(self, message: ClientMessage, buffers: Sequence[Buffer] = (), deadline: float | None = None) -> None:
         """See `ClientChannel.send`."""
@@ -95,6 +90,10 @@ class EngineConnection:
 
     def is_alive(self) -> bool:
         return self._process.is_alive()
+
+    @property
+    def process_fd(self) -> int:
+        return self._process.pidfd
 
     def death(self) -> EngineDeadError | None:
         """The error with how the engine process ended, or that it closed its connection and did not exit."""
@@ -128,5 +127,35 @@ class EngineConnection:
         self._channel.shutdown_write(Shutdown(), _SENDER_EXIT_S)
         # An engine that does not read its socket gets SIGTERM at once.
         self._process.terminate(_GRACEFUL_S if self.is_listening else 0.0)
+        self._free(wake_fd)
+
+    def _free(self, wake_fd: int) -> None:
         self._channel.close()
+        os.close(self._status_fd)
         os.close(wake_fd)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Handing the engine over to another process.
+
+    def hand_over(self, owner_pid: int, send: Callable[[int, list[int]], None], on_end: Callable[[], None]) -> None:
+        """Gives the engine to another process; nothing of it is left here, and its client is of no more use.
+
+        No request may be unfinished, and no call pending. send: gives that process the engine's pid and the descriptors
+        of `EngineEnds.received`. If it raises, the engine has ended. on_end: called in a thread when the process ends.
+        """
+        handed = self._process.hand_over(owner_pid)
+        try:
+            note_owner(self._status_fd, owner_pid)
+            send(self._process.pid, [*handed, self._channel.fileno(), self._status_fd])
+        except BaseException:
+            self._process.signal(signal.SIGKILL)
+            self.close()
+            raise
+        finally:
+            handed.close()
+        self.wake()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        self._process.release(on_end)
+        self._free(wake_fd)

@@ -120,7 +120,7 @@ def _report(engine: LocalEngine, state: EngineState, detail: str | None) -> Engi
         return report
     return msgspec.structs.replace(
         report,
-        owner_pid=known.owner_pid,
+        owner_pid=engine.owner_pid,
         model=known.model,
         age_s=time.monotonic() - known.started_s,
         executor=known.executor,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringcore.checkpoint.tokenizer import load_tokenizer
+from ringcore.checkpoint.tokenizer import check_tokenizer_files, load_tokenizer
 from ringcore.config import EngineConfig
 from ringcore.errors import RingcoreError
 from ringcore.front_end.client import EngineCoreClient
+from ringcore.front_end.client_start import start_client
 from ringcore.front_end.input_processor import InputProcessor, PreparedRequest
 from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.output_processor import OutputProcessor, ProcessedOutputs
 from ringcore.front_end.request_state import RequestState
-from ringcore.front_end.start_checks import check_start
 from ringcore.params.sampling_params import OutputKind
 from ringcore.tracing import Tracer, now_ns
 from ringcore.tracing.kinds import PROCESSED
@@ -21,9 +21,9 @@ __all__ = ["FrontEnd", "start_engine"]
 
 
 def start_engine(config: EngineConfig, tracer: Tracer, observers: Sequence[FrontEndObserver] = ()) -> EngineCoreClient:
-    """Starts the engine process of a front end without waiting for it. Raises as `check_start`."""
-    check_start(config)
-    return EngineCoreClient(config, observers, tracer=tracer)
+    """`start_client`, after a check of the tokenizer's files: `ModelLoadError`."""
+    check_tokenizer_files(config.model.files)
+    return start_client(config, tracer, observers)
 
 
 class FrontEnd:

@@ -9,17 +9,19 @@ socket is known.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from ringcore.engine_core.admin.local_name import LocalName, peer_credentials
 from ringcore.engine_core.admin.opening import DESCRIPTION
 from ringcore.errors import InvalidRequestError
-from ringcore.executor.status_board import RankStatus, StatusBoard
+from ringcore.executor.status_board import RankStatus, StatusBoard, read_owner
 from ringcore.front_end.local_connection import connect
 from ringcore.protocol.engine_description import EngineDescription
 
@@ -27,6 +29,8 @@ __all__ = ["LocalEngine", "find_engine", "find_engines", "local_engines"]
 
 _ACCEPTS = 0x10000  # the flag of a listening socket; one that was accepted has its name too
 _ROOT = 0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +56,22 @@ class LocalEngine:
 
     @property
     def owner_pid(self) -> int | None:
-        """Of the process that started it, as the engine counts."""
-        return None if self.description is None else self.description.owner_pid
+        """Of the process that started it, or has adopted it since, as the engine counts."""
+        started_by = None if self.description is None else self.description.owner_pid
+        return self._read_board(read_owner) or started_by
 
     def status(self) -> RankStatus | None:
         """What its process last wrote into shared memory, without being asked: see `engine_core.heartbeat`. None if it
         cannot be read."""
+        return self._read_board(lambda fd: StatusBoard(fd, 1).read(0))
+
+    def _read_board(self, read: Callable[[int], T | None]) -> T | None:
         if self.pid is None or self.description is None:
             return None
-        with suppress(OSError):
+        with suppress(OSError, struct.error):
             fd = os.open(f"/proc/{self.pid}/fd/{self.description.status_fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return StatusBoard(fd, 1).read(0)
+                return read(fd)
             finally:
                 os.close(fd)
         return None

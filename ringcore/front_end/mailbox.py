@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar, assert_never
 
 import msgspec
@@ -61,6 +61,8 @@ class Mailbox:
         self._reader = OutputReader()
         self._expected: set[int] = set()  # ids of pending calls
         self._answers: dict[int, Received[RpcResult]] = {}
+        self._waking: set[int] = set()  # calls after which an adopted engine is ready
+        self._woken: tuple[EngineReady, float] | None = None  # its report for then, and when its adoption began
 
     # -----------------------------------------------------------------------------------------------------------
     # Waiting.
@@ -100,6 +102,12 @@ class Mailbox:
                     self._changed.wait(left_s)
                     continue
             self.receive(left_s)
+
+    def be_ready_after(self, call_ids: Collection[int], ready: EngineReady, began_s: float) -> None:
+        """Of an adopted engine: it is ready once these calls are answered, and dead if one fails."""
+        with self._changed:
+            self._waking, self._woken = set(call_ids), (ready, began_s)
+            self._connection.is_listening = True
 
     # -----------------------------------------------------------------------------------------------------------
     # Receiving.
@@ -150,13 +158,13 @@ class Mailbox:
                         self._reset_stats(num_waiting=0)
                     elif outputs:
                         self._outputs.append(EngineCoreOutputs(outputs, message.stats))
+                case RpcResult() if message.call_id in self._waking:
+                    self._note_waking(message)
                 case RpcResult():
                     if message.call_id in self._expected:
                         self._answers[message.call_id] = Received(message, buffers)
                 case EngineReady():
-                    self.ready, self.is_recovering = message, False
-                    self._reset_stats(self.stats.num_waiting)
-                    self._connection.is_listening = True
+                    self._note_ready(message)
                 case EngineRecovering():
                     self.recovery, self.is_recovering = message, True
                     self._reset_stats(self.stats.num_waiting + self.stats.num_running)
@@ -167,6 +175,26 @@ class Mailbox:
                     self._set_dead(error_of(message.error))
                 case _:
                     assert_never(message)
+
+    def _note_ready(self, ready: EngineReady) -> None:
+        if self._waking and self._woken is not None:  # it lost its workers while it was parked
+            self._woken = ready, self._woken[1]
+        else:
+            self.ready = ready
+        self.is_recovering = False
+        self._reset_stats(self.stats.num_waiting)
+        self._connection.is_listening = True
+
+    def _note_waking(self, answer: RpcResult) -> None:
+        self._waking.remove(answer.call_id)
+        if answer.error is not None:
+            self._waking.clear()
+            self._set_dead(error_of(answer.error))
+        elif not self._waking and self._woken is not None:
+            ready, began_s = self._woken
+            phases = {"adopt_parked": time.monotonic() - began_s}
+            self.ready = msgspec.structs.replace(ready, phase_seconds=phases)
+            self._reset_stats(num_waiting=0)
 
     def _send_trace(self, asked: TakeTrace) -> None:
         """Ends the trace, and sends it where the engine still waits for it."""

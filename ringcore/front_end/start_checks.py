@@ -1,4 +1,4 @@
-"""Checks that a front end makes before any process starts: the tokenizer, the checkpoint's tensors, enough memory.
+"""Checks that a front end makes before an engine process starts: the checkpoint's tensors, enough memory.
 
 Without the device only a CPU's memory can be checked. It must be checked in advance because the kernel overcommits:
 allocation succeeds, and the OOM killer ends some process of the host when the memory is written.
@@ -19,7 +19,6 @@ from ringcore.checkpoint.expected_tensors import (
     quantized_bytes,
 )
 from ringcore.checkpoint.quantization.contents import check_contents
-from ringcore.checkpoint.tokenizer import check_tokenizer_files
 from ringcore.config import EngineConfig
 from ringcore.config.options import EXECUTORS
 from ringcore.config.rank_layout import LOCALHOST
@@ -43,13 +42,11 @@ _ANGLE_BYTES = 20
 
 
 def check_start(config: EngineConfig) -> None:
-    """Raises `ModelLoadError` if files are missing or inconsistent, `CapacityError` if the host lacks the memory. For a
-    user-defined executor it checks only the tokenizer."""
+    """Raises `ModelLoadError` if files of the model are missing or inconsistent, `CapacityError` if the host lacks the
+    memory. For a user-defined executor it checks nothing."""
     if config.parallel.executor not in EXECUTORS:
-        check_tokenizer_files(config.model.files)
         return
     with folder_check(config.model, our_cache_folder("folders")):
-        check_tokenizer_files(config.model.files)
         spec = config.model.spec
         if isinstance(spec, ModelSpec):
             check_checkpoint(config.model.files, spec, FAMILIES)

@@ -56,36 +56,60 @@ def pending_weights(
 ) -> Iterator[PendingWeights | PrefetchedWeights]:
     """The weights by name, each to be popped once. `seed` matters to dummy weights only.
 
-    Without `allocate` each weight is allocated and read when it is popped: a model that packs its weights as it pops
-    them never holds all of them twice. With it, all weights share one allocation and are prefetched by several threads
-    from now on, and `pop` waits for the weight in question. Only this rank's slices are read. Raises `ModelLoadError`,
-    here and not later, if a tensor is missing, has another shape than the model's, or has no place in the model and is
-    none that it may ignore.
+    Without `allocate` each weight is allocated and read when it is popped, and the next one by a thread meanwhile: a
+    model that packs its weights as it pops them never holds all of them twice. With it, all weights share one
+    allocation and are prefetched by several threads from now on, and `pop` waits for the weight in question. Only this
+    rank's slices are read. Raises `ModelLoadError`, here and not later, if a tensor is missing, has another shape than
+    the model's, or has no place in the model and is none that it may ignore.
     """
     wanted = [part.checkpoint_name for weight in weights for part in weight.parts]
     with open_source(files, seed, wanted) as source:
         _check(weights, files, source, may_ignore)
         if allocate is None:
-            yield PendingWeights(weights, source, device)
+            with PendingWeights(weights, source, device) as pending:
+                yield pending
             return
         with PrefetchedWeights(weights, source, device, allocate) as prefetched:
             yield prefetched
 
 
 class PendingWeights:
-    """Lazy weights: `pop` reads a weight, once."""
+    """Lazy weights: `pop` reads a weight, once. While its caller packs it a thread reads the next in order."""
 
     final = None  # the caller owns a popped weight and may pack or free it
 
     def __init__(self, weights: Sequence[Weight], source: TensorSource, device: torch.device) -> None:
-        self._weights = {weight.name: weight for weight in weights}
+        self._weights = {weight.name: weight for weight in weights}  # not popped
         self._source, self._device = source, device
+        self._ahead: dict[str, Future[torch.Tensor]] = {}  # at most one
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._is_inference = torch.is_inference_mode_enabled()  # thread-local
 
     def __len__(self) -> int:
         return len(self._weights)
 
     def pop(self, name: str, /) -> torch.Tensor:
         weight = self._weights.pop(name)
+        ahead = self._ahead.pop(name, None)
+        tensor = self._read(weight) if ahead is None else ahead.result()
+        following = next(iter(self._weights.values()), None)
+        if following is not None and not self._ahead:
+            self._ahead[following.name] = self._thread.submit(self._read, following)
+        return tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, weight: Weight) -> torch.Tensor:
+        with torch.inference_mode(self._is_inference):
+            return self._read_now(weight)
+
+    def _read_now(self, weight: Weight) -> torch.Tensor:
         allocate = torch.empty if weight.is_filled else torch.zeros
         tensor = allocate(weight.shape, dtype=weight.dtype, device=self._device)
         for part, out in weight.places(tensor):

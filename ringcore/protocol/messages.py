@@ -111,6 +111,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
         init_device.device, .connect               the GPU's context; the process group
         load_model.build, .weights, .kernels       the model without weights; reading these; compiling kernels meanwhile
         initialize_from_config.pages, .warm_up     memory for the KV cache; a first step and graph capture
+
+    Of a parked engine that was adopted it has one phase: adopt_parked, until it was awake.
     """
 
     num_blocks: int  # usable: the null block is not counted

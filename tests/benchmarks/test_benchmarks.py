@@ -115,7 +115,7 @@ def test_prompts_are_short_and_do_not_repeat() -> None:
 
 
 def test_startup_measures_every_start_in_a_fresh_process(fake_spec: MakeSpec, make_plan: MakePlan) -> None:
-    findings = Startup().run(make_plan(fake_spec("ringcore"), fake_spec("peer"), rounds=2))
+    findings = Startup().run(make_plan(fake_spec("ringcore"), fake_spec("peer"), rounds=2, parked=False))
     rows = {m.name: m.samples for m in findings.measurements}
     assert list(rows) == ["construction to first token", "imports", "process start to first token"]
     assert list(findings.engines) == ["ringcore", "peer"]

@@ -136,7 +136,7 @@ def test_what_there_is_of_a_long_run_is_written(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_result_says_where_it_was_taken(fake_spec: MakeSpec, make_plan: MakePlan) -> None:
-    result = run_benchmark("startup", make_plan(fake_spec("ringcore"), rounds=2), "the command")
+    result = run_benchmark("startup", make_plan(fake_spec("ringcore"), rounds=2, parked=False), "the command")
     assert (result.benchmark, result.command, result.rounds) == ("startup", "the command", 2)
     assert {"cpu", "cores", "memory_bytes", "os", "python", "packages", "load_average_1min"} <= set(result.machine)
     assert result.commit

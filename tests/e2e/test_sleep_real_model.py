@@ -25,7 +25,7 @@ from sleeping import (
     weights_bytes,
 )
 
-from ringcore import LLM
+from ringcore import LLM, ParkedEngines
 from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.weights import WeightGroup
 
@@ -36,7 +36,12 @@ CACHED = len(PROMPTS[-1]) // 16 * 16 - 16  # of the longest prompt, 64 tokens, a
 
 @pytest.fixture(scope="module")
 def engine(smollm2):
-    with LLM(smollm2, max_worker_restarts=1, **OPTIONS) as one:
+    """One that was parked, and is adopted: it is as any other from then on."""
+    options = OPTIONS | {"max_worker_restarts": 1}
+    with ParkedEngines(smollm2, level=1, **options) as parked:
+        parked.wait()
+        one = LLM(smollm2, start_from="parked_only", **options)
+    with one:
         yield one
 
 
@@ -249,3 +254,13 @@ def test_a_worker_is_killed_while_it_sleeps(llm):
         llm.generate(PROMPTS[0], greedy(1), use_tqdm=False)
     llm.wake_up()
     check_tokens(llm)
+
+
+@pytest.mark.long_form
+def test_parked_without_weights(smollm2):
+    """They are read again when it is adopted."""
+    with ParkedEngines(smollm2, level=2, **OPTIONS) as parked:
+        parked.wait()
+        with LLM(smollm2, start_from="parked_only", **OPTIONS) as llm:
+            assert llm.health().memory == AWAKE
+            check_tokens(llm)

@@ -18,6 +18,7 @@ import pytest
 from process_checks import BOUND_S, is_gone
 
 from ringcore.errors import EngineDeadError, RingcoreError
+from ringcore.executor.adopted_process import HandedOver
 from ringcore.executor.child_process import ChildProcess, terminate_all
 
 
@@ -291,3 +292,55 @@ def test_the_child_is_ended_when_its_parent_leaves(tmp_path):
 def test_an_entry_is_reached_without_a_heavy_import():
     code = "import sys; from ringcore.executor import child_main; print({'numpy', 'msgspec', 'zmq'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Handing over.
+
+
+@pytest.fixture
+def owner():
+    """Another process, which gets a child. It has none of its descriptors."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def handed_over(out, owner) -> tuple[ChildProcess, HandedOver]:
+    child = ChildProcess.start("child", "child_entries:refuse_to_end", b"", {"out": out[1]}, can_be_handed_over=True)
+    os.read(out[0], 2)
+    assert os.getsid(child.pid) == child.pid
+    return child, child.hand_over(owner.pid)
+
+
+def test_it_dies_with_its_next_owner(out, owner):
+    child, fds = handed_over(out, owner)
+    ended = threading.Event()
+    child.release(ended.set)
+    child.terminate()  # it is not this process's any more
+    adopted = ChildProcess.adopt("child", child.pid, fds)
+    assert adopted.is_alive()
+    assert "refuse_to_end" in adopted.python_stacks()
+    owner.kill()
+    assert adopted.wait(BOUND_S)
+    assert adopted.describe_end() == "how is known to the process that started it alone"
+    assert (adopted.exit_code, adopted.signal_name) == (None, None)
+    adopted.terminate()
+    assert ended.wait(BOUND_S)
+    assert not Path(f"/proc/{child.pid}").exists()  # it is reaped
+
+
+def test_it_dies_with_the_last_descriptors_of_its_next_owner(out, owner):
+    child, fds = handed_over(out, owner)
+    child.release(lambda: None)
+    fds.close()
+    assert is_gone(child.pid)
+
+
+def test_one_that_was_handed_over_can_still_be_ended(out, owner):
+    """If its next owner did not get it."""
+    child, fds = handed_over(out, owner)
+    fds.close()
+    child.signal(signal.SIGKILL)
+    child.terminate()
+    assert child.signal_name == "SIGKILL"

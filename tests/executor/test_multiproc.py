@@ -9,18 +9,45 @@ import time
 
 import fake_worker
 import pytest
-from fake_worker import step
-from process_checks import BOUND_S
+from fake_worker import FACTORY, fake_config, step
+from process_checks import BOUND_S, is_gone
 from running_executor import running
 
 from ringcore.errors import ConfigError, EngineDeadError, InvalidRequestError, RpcTimeoutError, WorkerError
 from ringcore.executor import worker_host
+from ringcore.executor.multiproc import MultiprocExecutor
 
 
 @pytest.fixture(scope="module")
 def pair():
     with running(2) as executor:
         yield executor
+
+
+def test_processes_that_are_begun_before_the_start_are_its():
+    executor = MultiprocExecutor(fake_config(1), worker_factory=FACTORY)
+    try:
+        executor.begin()
+        begun = executor.pids()
+        assert list(begun) == ["worker 0"]
+        assert next(iter(executor.start())) == "start_workers"
+        assert executor.pids() == begun
+        assert [value["pid"] for value in executor.collective_rpc("who")] == list(begun.values())
+        with pytest.raises(AssertionError, match="twice"):
+            executor.start()
+    finally:
+        executor.shutdown()
+    assert is_gone(begun["worker 0"])
+
+
+def test_processes_that_are_begun_and_never_started_end():
+    executor = MultiprocExecutor(fake_config(1), worker_factory=FACTORY)
+    executor.begin()
+    (pid,) = executor.pids().values()
+    executor.shutdown()
+    assert is_gone(pid)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        executor.start()
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from dense_attention import DenseRun
@@ -203,6 +205,30 @@ def test_weights_that_are_read_ahead_lie_side_by_side(checkpoint):
     for weight, start, end in zip(weights, starts, [*starts[1:], len(memory.whole)], strict=True):
         assert start + weight.nbytes <= end < start + weight.nbytes + 256
         assert torch.equal(tensors[weight.name], assemble(weight, hf.state_dict()).bfloat16())
+
+
+def test_weights_are_taken_in_any_order_and_the_next_is_read_meanwhile(checkpoint, monkeypatch):
+    hf, folder = checkpoint("Qwen2")
+    files = find_model(folder)
+    weights = build_model(read_model_spec(files, FAMILIES), place(0, 1), torch.float32, 64).weights()
+    read, threads = SafetensorsSource.read, {}
+
+    def note(source, part, init, out):
+        threads[part.checkpoint_name] = threading.current_thread()
+        read(source, part, init, out)
+
+    monkeypatch.setattr(SafetensorsSource, "read", note)
+    first, second, *others = weights
+    order = [first, second, *reversed(others)]
+    with pending_weights(weights, files, 0, CPU) as pending:
+        tensors = {weight.name: pending.pop(weight.name) for weight in order}
+        assert not len(pending)
+    for weight in weights:
+        assert torch.equal(tensors[weight.name], assemble(weight, hf.state_dict()))
+    by_caller, by_thread = (threads[weight.parts[0].checkpoint_name] for weight in (first, second))
+    assert by_caller is threading.current_thread()
+    assert by_thread is not by_caller
+    assert not by_thread.is_alive()
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -27,6 +27,7 @@ HOST_CHECKS: Mapping[str, Check] = {
     "system calls": host_checks.check_system_calls,
     "port": host_checks.check_port,
     "caches": host_checks.check_caches,
+    "parked engines": host_checks.check_parked,
     "GPU driver": host_checks.check_driver,
 }
 

@@ -19,6 +19,7 @@ from ringcore.engine_core.admin.local_listener import LocalListener
 from ringcore.engine_core.admin.local_name import LocalName
 from ringcore.executor.ring_memory import FALLBACK_DIRECTORY, HAS_MEMFD, SEALS, seal, shared_memory
 from ringcore.front_end.local_connection import connect
+from ringcore.front_end.parking.offers import host_bytes, offers
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.host.cache_folder import our_cache_folder
 from ringcore.host.resources import Host
@@ -29,6 +30,7 @@ __all__ = [
     "check_driver",
     "check_limits",
     "check_memory",
+    "check_parked",
     "check_port",
     "check_processors",
     "check_shared_memory",
@@ -184,6 +186,21 @@ def check_driver(proc: Path = Path("/proc")) -> Iterator[Finding]:
         yield Finding("GPU driver", "ok", "none of NVIDIA is loaded: models run on the CPU")
     else:
         yield Finding("GPU driver", "ok", line.removeprefix("NVRM version:").strip())
+
+
+def check_parked() -> Iterator[Finding]:
+    """The memory of parked engines, which serve no requests."""
+    found = list(offers())
+    if not found:
+        yield Finding("parked engines", "ok", "none of this user")
+    for offer in found:
+        held = "all of its device memory" if offer.level == 0 else "nearly none of a GPU's memory"
+        text = f"{len(offer.pids)} of {offer.model}, kept by process {offer.pid}: {format_bytes(host_bytes(offer))} of "
+        text += f"host memory; at level {offer.level} each holds {held}"
+        if offer.error is not None:
+            yield Finding("parked engines", "warning", f"{text}; the last start failed: {offer.error}", "ringcore park")
+        else:
+            yield Finding("parked engines", "ok", f"{text}; 'ringcore park --stop' ends them")
 
 
 def check_caches() -> Iterator[Finding]:

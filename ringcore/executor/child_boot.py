@@ -1,0 +1,86 @@
+"""The system's side of a child process: the interpreter's command line, and the boot data that the child reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from ringcore.errors import RingcoreError
+from ringcore.executor.ring_memory import unnamed_file
+from ringcore.host.log_forwarding import forwarded_level
+
+__all__ = ["StartedProcess", "boot_memory", "start_process"]
+
+# Only sets sys.path: everything else is in child_main, which can then be imported.
+_BOOT = """\
+import json, os, sys
+with os.fdopen(int(sys.argv[1]), "rb") as boot:
+    header = json.loads(boot.readline())
+    payload = boot.read()
+sys.path[:] = header["path"]
+from ringcore.executor.child_main import run
+run(header, payload)
+"""
+
+
+class StartedProcess(subprocess.Popen[bytes]):
+    """A process that this one started."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `wait` or `poll` has seen its end."""
+        return self.returncode is not None
+
+
+def start_process(
+    name: str, boot_fd: int, log_fd: int, fds: list[int], env: Mapping[str, str] | None, own_session: bool
+) -> StartedProcess:
+    """own_session: without a terminal, whose signals go to the processes of the session."""
+    try:
+        return StartedProcess(
+            [sys.executable, *_interpreter_flags(), "-c", _BOOT, str(boot_fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            pass_fds=fds,
+            env={**os.environ, **env} if env else None,
+            start_new_session=own_session,
+        )
+    except OSError as error:
+        raise RingcoreError(f"cannot start the process {name!r} with {sys.executable}: {error}") from error
+
+
+def boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -> int:
+    """A memfd with the child's boot data: a line of JSON, then the payload."""
+    path = [os.fsencode(folder).decode("utf-8", "surrogateescape") for folder in sys.path]
+    header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": path}
+    header["log_level"] = forwarded_level()
+    fd = unnamed_file("boot")
+    try:
+        with open(fd, "wb", closefd=False) as boot:
+            boot.write(json.dumps(header).encode() + b"\n")
+            boot.write(payload)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _interpreter_flags() -> list[str]:
+    """The interpreter options that a child must share, since they change the meaning of its code; and UTF-8."""
+    options = {
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment,
+        "-s": sys.flags.no_user_site,
+        "-B": sys.flags.dont_write_bytecode,
+        "-O": sys.flags.optimize == 1,
+        "-OO": sys.flags.optimize >= 2,
+    }
+    flags = [name for name, is_on in options.items() if is_on]
+    flags += ["-X", "utf8"]  # file names and output are UTF-8
+    flags += [f"-W{option}" for option in sys.warnoptions]
+    return flags + (["-X", "dev"] if sys.flags.dev_mode else [])
