@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ringcore.worker.drafts.draft_odds import DraftOdds
-from ringcore.worker.drafts.ngram_index import ngram_lengths
+from ringcore.worker.drafts.ngram_index import NgramIndex, Queries, TextsOf, ngram_lengths
 from ringcore.worker.drafts.shared_texts import SharedTexts
 from ringcore.worker.drafts.step_costs import StepCosts
 from ringcore.worker.drafts.suffix_proposer import SuffixProposer
@@ -43,10 +43,11 @@ class Texts:
         self.num_tokens[row] += len(tokens)
 
     def find(self, *rows: int) -> list[list[int]]:
-        tokens, counts, _ = self.proposer.find(np.array(rows))
+        tokens, counts, _ = self.proposer.find(np.array(rows), self.num_tokens[[*rows]])
         return [of_row[:count] for of_row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
 
     def propose(self, *rows: int) -> list[list[int]]:
+        self.proposer.follow(np.array(rows), self.num_tokens[[*rows]])
         drafts = self.proposer.propose(np.array(rows), np.full(len(rows), NUM_DRAFTS), len(rows))
         ends = np.cumsum(drafts.counts)
         return [drafts.token_ids[end - count : end].tolist() for end, count in zip(ends, drafts.counts, strict=True)]
@@ -79,6 +80,56 @@ def test_drafts_are_what_a_search_of_the_whole_text_finds() -> None:
                 known[row] += new
                 texts.gain(row, new)
         texts.proposer.clear(np.array(rows))
+
+
+def test_numpy_and_c_find_the_same() -> None:
+    """Ranks with a compiler and without draft alike: same tables, same places, same collisions."""
+    rng = np.random.default_rng(2)
+    text = np.resize(rng.integers(0, 6, 130), 3000).astype(np.int32)
+    lengths, begins = ngram_lengths(MIN_MATCH), np.array([0, 700, 1500], dtype=np.int64)
+    ends, domains = np.array([700, 1500, 2900], dtype=np.int64), np.array([0, 5, 1 << 62], dtype=np.int64)
+    indices = [NgramIndex(text, lengths, 1000, native=native) for native in (True, False)]
+    if indices[0]._kernels is None:
+        pytest.skip("no C compiler")
+    texts = TextsOf(np.repeat(domains, 1000), np.repeat(begins, 1000))
+    at = rng.integers(300, 700, 200)
+    queries = Queries(text, begins[at % 3], begins[at % 3] + at, domains[at % 3])
+    longest = []
+    for firsts, pasts in ((begins, begins + 300), (begins + 300, ends)):
+        for index in indices:
+            index.add(begins, firsts, pasts, domains)
+        assert np.array_equal(indices[0]._tables, indices[1]._tables)
+        for of_place in (None, texts):
+            (places, matched), due = (index.find(queries, of_place) for index in indices)
+            assert np.array_equal(places, due[0])
+            assert np.array_equal(matched, due[1])
+            longest.append(matched.max())
+    assert longest[:2] == [lengths[-1]] * 2
+
+
+def test_a_row_without_drafts_is_looked_up_less_often_until_it_has_some() -> None:
+    rng, texts = random.Random(4), Texts(2)
+    phrase = [*range(10, 60)]
+    texts.admit(0, phrase[:40])
+    texts.admit(1, [5, 6, 7, 8] * 3)
+    texts.proposer.costs = StepCosts((1, 2), (1.0, 1.3))
+    asked: list[list[int]] = []
+    find = texts.proposer.find
+    texts.proposer.find = lambda rows, known: asked.append(rows.tolist()) or find(rows, known)  # type: ignore
+    for step in range(48):
+        texts.propose(0, 1)
+        texts.gain(0, [900 + rng.randrange(90000)])
+        texts.gain(1, [5 + step % 4])
+    of_first = [0 in rows for rows in asked]
+    assert sum(of_first) == 8 + 3, "after eight lookups in every sixteenth step"
+    assert len(asked) == 48, "the other one has drafts"
+    texts.gain(0, phrase[:16])
+    drafted = 0
+    for token in phrase[16:38]:
+        drafted += bool(texts.propose(0)[0])
+        texts.gain(0, [token])
+    assert drafted > 3
+    assert sum(0 in rows for rows in asked[-6:]) == 6
 
 
 def test_what_others_wrote_is_shared_within_a_salt_alone() -> None:
@@ -118,9 +169,10 @@ def test_the_oldest_texts_are_dropped_first_and_no_text_reads_on_into_another(si
 
 
 def ask(shared: SharedTexts, salt: int, tail: list[int]) -> list[int]:
-    window = np.full((1, shared.max_context), -1)
-    window[0, : len(tail)] = tail[::-1]
-    tokens, _, counts = shared.find(shared._index.hashes(window), window, np.array([salt]), NUM_DRAFTS)
+    ends = np.array([len(tail)])
+    tokens, _, counts = shared.find(
+        Queries(np.array(tail, dtype=np.int32), ends * 0, ends, np.array([salt])), NUM_DRAFTS
+    )
     found: list[int] = tokens[0, : counts[0]].tolist()
     return found
 

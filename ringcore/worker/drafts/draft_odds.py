@@ -23,28 +23,27 @@ class DraftOdds:
 
     def __init__(self, max_rows: int, num_drafts: int, lengths: tuple[int, ...]) -> None:
         """lengths: of the index's n-grams, the classes of a match."""
-        self._lengths = np.array(lengths)
-        self._tokens = np.zeros((max_rows, num_drafts), dtype=np.int32)  # predicted, of which `_counts` count
-        self._counts, self._kinds, self._known = np.zeros((3, max_rows), dtype=np.int64)
+        self._lengths, self.places = np.array(lengths), np.arange(num_drafts)
+        self.token_ids = np.zeros((max_rows, num_drafts), dtype=np.int32)  # predicted, of which `counts` count
+        self.counts, self._kinds, self.num_known = np.zeros((3, max_rows), dtype=np.int64)
         self._right, self._seen = np.zeros((2, max_rows, len(lengths)))
         self._all_right, self._all_seen = _PRIOR * np.array(_AT_FIRST), np.full(len(lengths), _PRIOR)
 
     def admit(self, row: int) -> None:
-        self._counts[row] = 0
+        self.counts[row] = 0
         self._right[row] = self._seen[row] = 0
 
     def observe(self, rows: np.ndarray, token_ids: np.ndarray, num_known: np.ndarray) -> None:
         """Compares the tokens that rows [n] gained with the predicted ones. token_ids: [max_rows, max_len], of which
         num_known [n] are known."""
-        gained = np.minimum(num_known - self._known[rows], self._counts[rows])
+        gained = np.minimum(num_known - self.num_known[rows], self.counts[rows])
         telling = np.flatnonzero(gained > 0)
         if not len(telling):
             return
         rows, gained = rows[telling], gained[telling]
-        offsets = np.arange(self._tokens.shape[1])
-        places = np.minimum(self._known[rows][:, None] + offsets, token_ids.shape[1] - 1)
-        same = (token_ids[rows[:, None], places] == self._tokens[rows]) & (offsets < gained[:, None])
-        right = np.where(same.all(axis=1), len(offsets), same.argmin(axis=1))
+        places = np.minimum(self.num_known[rows][:, None] + self.places, token_ids.shape[1] - 1)
+        same = (token_ids[rows[:, None], places] == self.token_ids[rows]) & (self.places < gained[:, None])
+        right = np.where(same.all(axis=1), len(self.places), same.argmin(axis=1))
         seen = np.minimum(right + 1, gained)  # behind a wrong one the others tell nothing
         kinds = self._kinds[rows]
         decay = _ROW_DECAY**seen
@@ -60,7 +59,7 @@ class DraftOdds:
     ) -> None:
         """token_ids: [n, num_drafts], of which counts [n] count, the continuation of rows [n] after num_known [n]
         tokens by a match of lengths [n] tokens."""
-        self._tokens[rows], self._counts[rows], self._known[rows] = token_ids, counts, num_known
+        self.token_ids[rows], self.counts[rows], self.num_known[rows] = token_ids, counts, num_known
         self._kinds[rows] = np.maximum(np.searchsorted(self._lengths, lengths, side="right") - 1, 0)
 
     def of(self, rows: np.ndarray) -> np.ndarray:
@@ -76,15 +75,21 @@ class DraftOdds:
         """Divides drafts among rows [n], at most most[i] for row i -> [n] int64: as many as promise the most tokens a
         second of a step that has num_tokens besides, and slow no row for the drafts of others. None where that is not
         margin times as many as without."""
-        places = np.arange(self._tokens.shape[1])
+        places, total = self.places, int(most.sum())
+        if not total or margin == np.inf:
+            return np.zeros(len(rows), dtype=np.int64)
         odds = np.where(places < most[:, None], self.of(rows)[:, None] ** (places + 1), 0.0)
         order = np.argsort(-odds, axis=None, kind="stable")  # of a row the nearer ones come first
-        order = order[: int(most.sum())]
-        promised = np.concatenate(([0.0], np.cumsum(odds.reshape(-1)[order])))
+        order = order[:total]
+        of_draft = odds.reshape(-1)[order]
+        promised = np.concatenate(([0.0], np.cumsum(of_draft)))
         cost = costs.relative(num_tokens, len(order))
-        of_row = np.zeros((len(order) + 1, len(rows)))
-        of_row[np.arange(1, len(order) + 1), order // len(places)] = odds.reshape(-1)[order]
-        is_fair = 1 + of_row.cumsum(axis=0).min(axis=1) >= _LEAST_SPEED * cost
+        least = np.zeros(len(order) + 1)  # what each of them promises the row that gains least
+        if most.all() and total >= len(rows):
+            of_row = np.zeros((len(order) + 1, len(rows)))
+            of_row[np.arange(1, len(order) + 1), order // len(places)] = of_draft
+            least = of_row.cumsum(axis=0).min(axis=1)
+        is_fair = 1 + least >= _LEAST_SPEED * cost
         speed = np.where(is_fair, (len(rows) + promised) / (len(rows) * cost), 0.0)
         best = int(speed.argmax())
         if speed[best] < margin:

@@ -10,9 +10,10 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import NewRequest
+from ringcore.worker.drafts.step_costs import StepCosts
 from ringcore.worker.rows.request_rows import RequestRows
 
-__all__ = ["Drafts", "Proposer", "draft"]
+__all__ = ["Drafts", "Proposer", "Room", "draft", "room_for_drafts"]
 
 
 class Drafts(NamedTuple):
@@ -42,8 +43,16 @@ class Proposer(ABC):
     def clear(self, rows: np.ndarray) -> None:  # noqa: B027
         """The requests of rows [n] have ended, or were preempted; their token ids are still in `rows.token_ids`."""
 
-    def learn_costs(self, sizes: np.ndarray, seconds: np.ndarray) -> None:  # noqa: B027
-        """What steps of sizes [n] tokens took, ascending from 1, in seconds [n]: the same on every rank."""
+    def learn_costs(self, costs: StepCosts) -> None:  # noqa: B027
+        """What steps take, the same on every rank."""
+
+    def follow(self, rows: np.ndarray, num_known: np.ndarray) -> None:  # noqa: B027
+        """Of rows [n], which have gained tokens, the first num_known [n] tokens are known now. The last call before
+        `propose` is of all rows with all their tokens."""
+
+    def may_propose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> bool:
+        """Whether `propose` would be worth waiting for the last token of rows [n], which the device still computes."""
+        return self.margin < np.inf
 
     @abstractmethod
     def propose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> Drafts:
@@ -51,35 +60,47 @@ class Proposer(ABC):
         row i. num_tokens: known tokens of the whole step."""
 
 
-def draft(
-    proposer: Proposer | None,
+class Room(NamedTuple):
+    """Which rows of a step may have drafts."""
+
+    places: np.ndarray  # [m] int64: of these rows among the step's
+    rows: np.ndarray  # [m] int32
+    most: np.ndarray  # [m] int64: the most drafts of each
+    num_tokens: int  # known tokens of the whole step
+
+
+def room_for_drafts(
+    most_positions: int,
     rows: RequestRows,
     scheduled: np.ndarray,
     counts: np.ndarray | None,
     max_gained: np.ndarray | None,
-) -> np.ndarray | None:
-    """Writes drafts after the last tokens of `scheduled` [n] -> how many each has, [n] int64; None: none has any.
+) -> Room | None:
+    """Of rows scheduled [n]; None: none may have any.
 
     A row has none before its first generated token: its last known token may be the rest of a prompt, from which a
     request takes more than a token. All rows together have no more than the memory budget has logits for, the first
     ones served first.
     """
-    if proposer is None or max_gained is None:
+    room = most_positions - len(scheduled)
+    if max_gained is None or room <= 0:
         return None
-    drafting = np.flatnonzero((max_gained > 1) & (rows.num_tokens[scheduled] > rows.num_prompt_tokens[scheduled]))
-    if not len(drafting):
+    places = np.flatnonzero((max_gained > 1) & (rows.num_tokens[scheduled] > rows.num_prompt_tokens[scheduled]))
+    if not len(places):
         return None
-    chosen = scheduled[drafting]
-    num_tokens = len(scheduled) if counts is None else int(counts.sum())
-    most = max_gained[drafting].astype(np.int64) - 1
-    room = proposer.config.scheduler.max_sampled_positions - len(scheduled)
+    most = max_gained[places].astype(np.int64) - 1
     most = np.clip(room - (np.cumsum(most) - most), 0, most)
-    drafts = proposer.propose(chosen, most, num_tokens)
-    if not len(drafts.token_ids):
+    return Room(places, scheduled[places], most, len(scheduled) if counts is None else int(counts.sum()))
+
+
+def draft(proposer: Proposer, rows: RequestRows, scheduled: np.ndarray, room: Room) -> Drafts | None:
+    """Writes drafts after the last tokens of rows scheduled [n] -> those of each; None: none has any."""
+    proposed = proposer.propose(room.rows, room.most, room.num_tokens)
+    if not len(proposed.token_ids):
         return None
-    spans = RowSpans(1, drafts.counts)
-    places = spans.repeat(rows.num_tokens[chosen]) + spans.offsets(len(chosen))
-    rows.token_ids[spans.repeat(chosen), places] = drafts.token_ids
+    spans = RowSpans(1, proposed.counts)
+    places = spans.repeat(rows.num_tokens[room.rows]) + spans.offsets(len(room.rows))
+    rows.token_ids[spans.repeat(room.rows), places] = proposed.token_ids
     found = np.zeros(len(scheduled), dtype=np.int64)
-    found[drafting] = drafts.counts
-    return found
+    found[room.places] = proposed.counts
+    return Drafts(found, proposed.token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ringcore.worker.drafts.ngram_index import NgramIndex
+from ringcore.worker.drafts.ngram_index import NgramIndex, Queries, TextsOf
 
 __all__ = ["SharedTexts"]
 
@@ -20,6 +20,7 @@ class SharedTexts:
         self._index = NgramIndex(self._tokens, lengths, num_tokens)
         self._owners = np.full(num_tokens, _NO_ONE, dtype=np.int64)
         self._begins, self._ends = np.zeros((2, num_tokens), dtype=np.int64)
+        self._texts = TextsOf(self._owners, self._begins)
         self._next = 0
         self.max_context = self._index.width
 
@@ -37,9 +38,8 @@ class SharedTexts:
         self._owners[begin:end] = salt
         self._begins[begin:end], self._ends[begin:end] = begin, end
         self._next = end
-        places = np.arange(begin + min(max(num_context, 1), len(text)), end)
-        windows = self._index.windows(places, np.full(len(places), begin))
-        self._index.add(places, self._index.hashes(windows), np.full(len(places), salt))
+        bounds = begin, begin + min(max(num_context, 1), len(text)), end, salt
+        self._index.add(*(np.array([bound], dtype=np.int64) for bound in bounds))
 
     def _drop(self, begin: int, end: int) -> None:
         """Forgets every text that has a place from `begin` to `end`."""
@@ -49,16 +49,10 @@ class SharedTexts:
                 first, last = min(first, int(self._begins[place])), max(last, int(self._ends[place]))
         self._owners[first:last] = _NO_ONE
 
-    def find(
-        self, hashes: np.ndarray, windows: np.ndarray, salts: np.ndarray, num_tokens: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What followed the windows [n, width] in texts of their salts [n] -> tokens [n, num_tokens], how many tokens
-        matched, and how many of the found ones count, [n] each, 0 for none."""
-
-        def bounds(found: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return self._begins[found], self._owners[found] == salts[which]
-
-        places, lengths = self._index.find(hashes, windows, salts, bounds)
+    def find(self, queries: Queries, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What followed the ends of n texts in others of their salts, which are the queries' domains -> tokens [n,
+        num_tokens], how many tokens matched, and how many of the found ones count, [n] each, 0 for none."""
+        places, lengths = self._index.find(queries, self._texts)
         begins = np.where(places < 0, 0, places)
         counts = np.where(places < 0, 0, np.minimum(self._ends[begins] - begins, num_tokens))
         inside = np.minimum(begins[:, None] + np.arange(num_tokens), len(self._tokens) - 1)

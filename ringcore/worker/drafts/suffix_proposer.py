@@ -10,7 +10,7 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.protocol.steps import NewRequest
 from ringcore.worker.drafts.draft_odds import DraftOdds
-from ringcore.worker.drafts.ngram_index import NgramIndex, ngram_lengths
+from ringcore.worker.drafts.ngram_index import NgramIndex, Queries, ngram_lengths
 from ringcore.worker.drafts.proposer import Drafts, Proposer
 from ringcore.worker.drafts.shared_texts import SharedTexts
 from ringcore.worker.drafts.step_costs import StepCosts
@@ -19,14 +19,16 @@ from ringcore.worker.rows.request_rows import RequestRows
 __all__ = ["SuffixProposer"]
 
 _MAX_ENTRIES = 1 << 21  # of the rows' index, for each length of its n-grams
-_CHUNK = 1 << 14  # tokens of a prompt that are indexed at once
+_PATIENCE = 8  # lookups without a draft, after which a row is idle
+_IDLE_EVERY = 16  # steps: then idle rows are looked up too
 
 
 class SuffixProposer(Proposer):
     """Every rank has the same rows, so it finds the same drafts without a message.
 
     How many of them a step verifies follows from how often such drafts were right lately and from what a step of more
-    tokens costs: see `DraftOdds`.
+    tokens costs: see `DraftOdds`. A row that had no drafts for some lookups is idle: it is looked up in few steps, all
+    idle rows in the same ones, until it has drafts again.
     """
 
     def __init__(self, config: EngineConfig, rows: RequestRows) -> None:
@@ -41,11 +43,13 @@ class SuffixProposer(Proposer):
         self._shared = SharedTexts(speculation.shared_tokens, lengths) if speculation.shared_tokens else None
         self._num_indexed = np.zeros(max_rows, dtype=np.int64)  # n-grams of a row that end before this position
         self._salts = np.zeros(max_rows, dtype=np.int64)
+        self._num_idle = np.zeros(max_rows, dtype=np.int64)  # lookups of a row since it had drafts
+        self._num_followed = 0  # calls of `follow`
         self.odds = DraftOdds(max_rows, speculation.num_drafts, lengths)
         self.costs = StepCosts()
 
     def admit(self, request: NewRequest) -> None:
-        self._num_indexed[request.row] = 0
+        self._num_indexed[request.row] = self._num_idle[request.row] = 0
         self._salts[request.row] = _salt_number(request.cache_salt)
         self.odds.admit(request.row)
 
@@ -59,55 +63,55 @@ class SuffixProposer(Proposer):
                 self._shared.add(self.rows.token_ids[row, context:end], begin - context, int(self._salts[row]))
             self._num_indexed[row] = 0
 
-    def learn_costs(self, sizes: np.ndarray, seconds: np.ndarray) -> None:
-        self.costs = StepCosts(sizes.tolist(), seconds.tolist())
+    def learn_costs(self, costs: StepCosts) -> None:
+        self.costs = costs
+
+    def follow(self, rows: np.ndarray, num_known: np.ndarray) -> None:
+        self._num_followed += 1
+        if self._num_followed % _IDLE_EVERY:
+            is_due = self._num_idle[rows] < _PATIENCE
+            if not is_due.all():
+                rows, num_known = rows[is_due], num_known[is_due]
+        if not len(rows):
+            return
+        self.odds.observe(rows, self.rows.token_ids, num_known)
+        self.odds.predicted(rows, *self.find(rows, num_known), num_known)
+        self._num_idle[rows] += 1
+
+    def may_propose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> bool:
+        return bool(self._choose(rows, most, num_tokens, num_unknown=1).any())
 
     def propose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> Drafts:
-        num_known = self.rows.num_tokens[rows]
-        self.odds.observe(rows, self.rows.token_ids, num_known)
-        token_ids, counts, lengths = self.find(rows)
-        self.odds.predicted(rows, token_ids, counts, lengths, num_known)
-        chosen = self.odds.choose(rows, np.minimum(counts, most), num_tokens, self.costs, self.margin)
-        return Drafts(chosen, token_ids[np.arange(self._num_drafts) < chosen[:, None]].astype(np.int32))
+        chosen = self._choose(rows, most, num_tokens, num_unknown=0)
+        self._num_idle[rows[chosen > 0]] = 0
+        return Drafts(chosen, self.odds.token_ids[rows][self.odds.places < chosen[:, None]])
 
-    def find(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """-> tokens [n, num_drafts] that followed the last tokens of rows [n] where these stood last, of which counts
-        [n] count, and how many tokens matched, [n]; a row's own text goes before that of others."""
-        self._index(rows)
+    def _choose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int, num_unknown: int) -> np.ndarray:
+        """num_unknown: of a row's last tokens, how many the last lookup need not have known."""
+        is_current = self.odds.num_known[rows] >= self.rows.num_tokens[rows] - num_unknown
+        limits = np.where(is_current, np.minimum(self.odds.counts[rows], most), 0)
+        return self.odds.choose(rows, limits, num_tokens, self.costs, self.margin)
+
+    def find(self, rows: np.ndarray, num_known: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """-> tokens [n, num_drafts] that followed the first num_known [n] tokens of rows [n] where the last of these
+        stood last, of which counts [n] count, and how many tokens matched, [n]; a row's own text goes before that of
+        others."""
         begins = rows.astype(np.int64) * self.rows.token_ids.shape[1]
-        ends = begins + self.rows.num_tokens[rows]
-        windows = self._own.windows(ends, begins)
-        hashes = self._own.hashes(windows)
-
-        def bounds(found: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return begins[which], (found > begins[which]) & (found < ends[which])
-
-        places, lengths = self._own.find(hashes, windows, begins, bounds)
+        ends = begins + num_known
+        self._own.add(begins, begins + self._num_indexed[rows], ends, begins)  # those that have a token after them
+        self._num_indexed[rows] = num_known
+        places, lengths = self._own.find(Queries(self._text, begins, ends, begins))
         # A text that repeats itself goes on repeating: its period is the distance from the match to its end.
         period = np.maximum(ends - places, 1)
-        steps = np.arange(self._num_drafts)
-        token_ids = self._text[np.where(places < 0, 0, places)[:, None] + steps % period[:, None]]
+        token_ids = self._text[np.maximum(places, 0)[:, None] + self.odds.places % period[:, None]]
         counts = np.where(places < 0, 0, self._num_drafts)
         if self._shared is None:
             return token_ids, counts, lengths
-        others, other_lengths, other_counts = self._shared.find(hashes, windows, self._salts[rows], self._num_drafts)
+        queries = Queries(self._text, begins, ends, self._salts[rows])
+        others, other_lengths, other_counts = self._shared.find(queries, self._num_drafts)
         is_longer = other_lengths > lengths
         token_ids = np.where(is_longer[:, None], others, token_ids)
         return token_ids, np.where(is_longer, other_counts, counts), np.maximum(lengths, other_lengths)
-
-    def _index(self, rows: np.ndarray) -> None:
-        """Indexes the n-grams of rows [n] that have a token after them."""
-        max_len = self.rows.token_ids.shape[1]
-        first, past = self._num_indexed[rows], self.rows.num_tokens[rows]
-        counts = past - first
-        self._num_indexed[rows] = past
-        starts = np.repeat(rows.astype(np.int64) * max_len, counts)
-        offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        ends = starts + np.repeat(first, counts) + offsets
-        for begin in range(0, len(ends), _CHUNK):
-            chunk = slice(begin, begin + _CHUNK)
-            windows = self._own.windows(ends[chunk], starts[chunk])
-            self._own.add(ends[chunk], self._own.hashes(windows), starts[chunk])
 
 
 def _salt_number(salt: str | None) -> int:

@@ -14,7 +14,7 @@ from ringcore.model_executor.sampler import sample
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.tracing import now_ns
 from ringcore.tracing.kinds import COMPUTED
-from ringcore.worker.drafts.proposer import draft
+from ringcore.worker.drafts.proposer import draft, room_for_drafts
 from ringcore.worker.logits.draft_turns import DraftTurns
 from ringcore.worker.logits.row_adjustments import NO_TOKEN_LEFT, AdjustmentOps
 from ringcore.worker.logits.sampling_stage import ALL_MASKED, not_finite
@@ -50,6 +50,7 @@ class HostLauncher(StepLauncher):
 
     def __init__(self, stages: StepStages, config: EngineConfig) -> None:
         self._stages = stages
+        self._most_positions = config.scheduler.max_sampled_positions
         self._draw = sample_by_row if config.model.deterministic else sample
         self._port = make_port(stages.link, stages.paged.model, stages.rows, stages.device, self._write_tokens)
         self._end = self._sample if stages.paged.model.stage.is_last else self._hand_on
@@ -81,7 +82,7 @@ class HostLauncher(StepLauncher):
         stages, tracer = self._stages, self._stages.tracer
         began = tracer.is_on and now_ns()
         self._port.await_tokens(scheduled)
-        drafts = draft(stages.proposer, stages.rows, scheduled, counts, max_gained)
+        drafts = self._draft(scheduled, counts, max_gained)
         num_tokens = counts if drafts is None else drafts + (1 if counts is None else counts)
         batch = InputBatch.gather(stages.rows, scheduled, num_tokens, stages.device, drafts=drafts)
         inputs = self._port.inputs(batch.input_ids)
@@ -99,6 +100,18 @@ class HostLauncher(StepLauncher):
         prompt_logprobs = stages.prompt_logprobs.finished(scheduled, stages.rows)
         pooled = stages.pooled_prompts.finished(scheduled, stages.rows)
         return HostStep(sampled._replace(prompt_logprobs=prompt_logprobs, pooled=pooled))
+
+    def _draft(
+        self, scheduled: np.ndarray, counts: np.ndarray | None, max_gained: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Writes drafts after the last tokens of `scheduled` [n] -> how many each has, [n]; None: none has any."""
+        rows, proposer = self._stages.rows, self._stages.proposer
+        room = room_for_drafts(self._most_positions, rows, scheduled, counts, max_gained)
+        if proposer is None or room is None:
+            return None
+        proposer.follow(room.rows, rows.num_tokens[room.rows])
+        drafts = draft(proposer, rows, scheduled, room)
+        return None if drafts is None else drafts.counts
 
     def _write_tokens(self, rows: np.ndarray, positions: np.ndarray, token_ids: torch.Tensor) -> None:
         self._stages.rows.token_ids[rows, positions] = token_ids.numpy()

@@ -14,6 +14,7 @@ from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.tracing import Tracer, now_ns
 from ringcore.tracing.kinds import APPLIED
 from ringcore.worker.drafts.methods import make_proposer
+from ringcore.worker.drafts.step_costs import StepCosts
 from ringcore.worker.logits.pooled_prompts import PooledPromptRows
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
 from ringcore.worker.logits.row_adjustments import RowAdjustments
@@ -116,7 +117,7 @@ class ModelRunner:
         if stages.proposer is not None:
             sizes, seconds = measure_steps(self.paged, self.rows, self._kv_cache_config, stages.device, tp)
             if len(sizes) > 1:
-                stages.proposer.learn_costs(sizes, seconds)
+                stages.proposer.learn_costs(StepCosts(sizes.tolist(), seconds.tolist()))
 
     @property
     def num_graphs_left(self) -> int:
