@@ -21,7 +21,6 @@ from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.config.option_checks import check_kv_cache_dtype, check_together, check_values
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ringcore.config.sampling_defaults import read_sampling_defaults
-from ringcore.config.speculation import NOT_ON_A_GPU
 from ringcore.config.value_checks import bad_value
 from ringcore.families import FAMILIES
 from ringcore.host.file_names import as_file_name
@@ -99,12 +98,8 @@ class EngineConfig:
         return config if config.device.device == "auto" else config.on_device(config.device.device)
 
     def on_device(self, device: str) -> EngineConfig:
-        """Resolves the options whose None depends on the device, "cuda" or "cpu". The workers resolve device "auto".
-
-        Raises `ConfigError` for what the device does not serve."""
+        """Resolves the options whose None depends on the device, "cuda" or "cpu". The workers resolve device "auto"."""
         given, place = self.scheduler, 0 if device == "cuda" else 1
-        if device == "cuda" and given.speculative is not None:
-            raise bad_value("speculative", given.speculative, NOT_ON_A_GPU)
         scheduler = replace(
             given,
             max_num_batched_tokens=given.max_num_batched_tokens

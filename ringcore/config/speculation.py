@@ -9,13 +9,9 @@ from typing import Any
 from ringcore.config.value_checks import bad_value
 from ringcore.errors import ConfigError, unknown_option
 
-__all__ = ["NOT_ON_A_GPU", "SPECULATIVE_METHODS", "Speculation", "check_speculative"]
+__all__ = ["SPECULATIVE_METHODS", "Speculation", "check_speculative"]
 
 SPECULATIVE_METHODS = ("suffix",)
-NOT_ON_A_GPU = (
-    "steps on a GPU are launched before the host knows the tokens of the step before, from which drafts follow; give "
-    "device='cpu', or leave this out"
-)
 MAX_DRAFTS = 64
 _MAX_SHARED_TOKENS = 1 << 28
 

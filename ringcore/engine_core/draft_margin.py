@@ -36,9 +36,14 @@ class _Sizes:
 
 
 class DraftMargin:
-    """Apart for each power of two of rows."""
+    """Apart for each power of two of rows.
 
-    def __init__(self) -> None:
+    With several steps in flight a step without drafts is launched while the one before is computed, but not after one
+    with drafts: such a step takes longer than those that it stands for, and is not counted.
+    """
+
+    def __init__(self, num_in_flight: int = 1) -> None:
+        self._waits_after_drafts, self._had_drafts = num_in_flight > 1, False
         self._sizes: defaultdict[int, _Sizes] = defaultdict(_Sizes)
 
     def next(self, num_rows: int) -> float:
@@ -50,7 +55,10 @@ class DraftMargin:
     def record(self, num_rows: int, num_gained: int, seconds: float, has_drafts: bool) -> None:
         """A step of num_rows rows, all of which decode, brought num_gained tokens."""
         sizes = self._sizes[num_rows.bit_length()]
+        has_waited, self._had_drafts = self._waits_after_drafts and self._had_drafts, has_drafts
         if not has_drafts:
+            if has_waited:
+                return
             sizes.plain_s.append(seconds / num_rows)
             sizes.num_since_plain = 0
             sizes.margin = max(FIRST, sizes.margin * _EASE)

@@ -53,7 +53,7 @@ class StepsInFlight:
         self.observers: list[StepObserver] = []
         tracing.observers = self.observers
         self._num_rows = 0  # of the last completed step
-        self.drafts, self._margin = DraftLog(config.max_gain - 1), DraftMargin()
+        self.drafts, self._margin = DraftLog(config.max_gain - 1), DraftMargin(self._depth)
         self.num_completed = 0  # steps whose output was applied, or lost with the workers
         self.last_completed_s: float | None = None  # when the last output was applied
 

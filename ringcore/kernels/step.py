@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.step_end import end_step
 from ringcore.kernels.step_state import (
-    ARRIVALS,
     BAD_HIDDEN,
     BAD_LOGITS,
     LAST_TOKEN,
@@ -23,8 +23,10 @@ from ringcore.kernels.step_state import (
     NUM_COMPUTED,
     NUM_PROMPT,
     NUM_STOPS,
+    OFFSET_SHIFT,
     PARAMETERS,
     RING_HEAD,
+    ROW_MASK,
     STEP_COUNT,
     STOPPED,
     DecodeInputs,
@@ -76,6 +78,7 @@ def _prepare_decode(
     masked_start,
     masked_end,
     batch_at: tl.constexpr,
+    drafts_at: tl.constexpr,
     records_at: tl.constexpr,
     record_words: tl.constexpr,
     stops_at: tl.constexpr,
@@ -89,14 +92,15 @@ def _prepare_decode(
     table_block: tl.constexpr,
     is_first: tl.constexpr,  # this launch also writes what all KV cache groups share
 ):
-    """One program per sequence."""
+    """One program per place."""
     i = tl.program_id(0)
-    row = tl.load(state + batch_at + i)
-    known = tl.maximum(row, 0).to(tl.int64)
+    place = tl.load(state + batch_at + i)
+    offset = tl.maximum(place, 0) >> OFFSET_SHIFT
+    known = (tl.maximum(place, 0) & ROW_MASK).to(tl.int64)
     at = records_at + known * record_words
     record = state + at
-    is_live = (row >= 0) & (tl.load(record + STOPPED) == 0)
-    computed = tl.load(record + NUM_COMPUTED)
+    is_live = (place >= 0) & (tl.load(record + STOPPED) == 0)
+    computed = tl.load(record + NUM_COMPUTED) + offset
     here = tl.where(is_live, computed, 0)
     seq_len = tl.where(is_live, computed + 1, 0)
     table = state + table_at + known * table_stride
@@ -110,7 +114,9 @@ def _prepare_decode(
         mask = index < num_blocks
         tl.store(block_table + i.to(tl.int64) * out_stride + index, tl.load(table + index, mask=mask), mask=mask)
     if is_first:
-        tl.store(input_ids + i, tl.where(is_live, tl.load(record + LAST_TOKEN), 0).to(tl.int64))
+        token = tl.load(record + LAST_TOKEN)
+        token = tl.where(offset > 0, tl.load(state + drafts_at + i, mask=offset > 0, other=0), token)
+        tl.store(input_ids + i, tl.where(is_live, token, 0).to(tl.int64))
         tl.store(positions + i, here.to(tl.int64))
         tl.store(seq_lens + i, seq_len)
         word = tl.arange(0, parameter_block)
@@ -126,7 +132,8 @@ def _prepare_decode(
 
 
 def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInputs, num_seqs: int) -> None:
-    """The inputs of a decode step (one token per row), for the first `num_seqs` places of the persistent batch.
+    """The inputs of a decode step, for the first `num_seqs` places of the persistent batch: a row's last token, and its
+    drafts as further sequences, each one token longer than the one before, of the same block table.
 
     A place without a row, or with a stopped one, becomes padding: an empty sequence whose slot is in the null block. A
     block table row is filled up to its sequence's last block; the entries after it are stale.
@@ -147,6 +154,7 @@ def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInput
             to.masked_start,
             to.masked_end,
             batch_at=layout.batch_at,
+            drafts_at=layout.drafts_at,
             records_at=layout.records_at,
             record_words=layout.record_words,
             stops_at=layout.stops_at,
@@ -242,23 +250,7 @@ def _finish_rows(
                 is_stop = tl.load(record + stops_at + index, mask=index < tl.load(record + NUM_STOPS), other=-1)
                 tl.store(record + LAST_TOKEN, token)
                 tl.store(record + STOPPED, tl.max((is_stop == token).to(tl.int32), axis=0))
-    tl.debug_barrier()  # all threads have written before the program arrives
-    arrived = tl.atomic_add(state + ARRIVALS, 1, sem="acq_rel", scope="gpu")
-    if arrived == tl.num_programs(0) - 1:
-        tl.store(state + ARRIVALS, 0)
-        tl.store(state + STEP_COUNT, step + 1)
-        if is_compiled:
-            # Release: the host sees the writes of all programs before it sees the step number.
-            tl.inline_asm_elementwise(
-                "fence.acq_rel.sys; st.release.sys.global.b32 [$1], $2; mov.b32 $0, 0;",
-                "=r,l,r",
-                [slot.to(tl.int64), step + 1],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        else:
-            tl.store(slot, step + 1)
+    end_step(state, slot, step, is_compiled)
 
 
 def finish_rows(

@@ -15,7 +15,7 @@ import triton.language as tl
 from ringcore.kernels.row_records import num_words, word_of
 from ringcore.kernels.sampling_inputs import DeviceSamplingInputs
 
-__all__ = ["BAD_HIDDEN", "BAD_LOGITS", "RING_HEAD", "DecodeInputs", "StateLayout"]
+__all__ = ["BAD_HIDDEN", "BAD_LOGITS", "NOT_GAINED", "NOT_GAINED_BAD", "RING_HEAD", "DecodeInputs", "StateLayout"]
 
 # The header.
 STEP_COUNT = tl.constexpr(0)  # steps finished since the start; it wraps around
@@ -31,8 +31,16 @@ STOPPED = tl.constexpr(4)  # not 0: it has sampled a stop token and is not decod
 LAST_TOKEN = tl.constexpr(5)
 PARAMETERS = tl.constexpr(8)
 
-# A slot of the result ring: its step number, which is written last, and from RING_HEAD on one word per row.
+# A place of the batch is a row, and which of its tokens in this step: 0 its last known one, j its j-th draft.
+OFFSET_SHIFT = tl.constexpr(16)
+ROW_MASK = tl.constexpr((1 << 16) - 1)
+
+# A slot of the result ring: its step number, which is written last, and from RING_HEAD on one word per place.
 RING_HEAD = 16
+# In place of a token, of a draft's place: the row did not gain it, since a draft before was wrong; and the same where
+# its logits were not finite.
+NOT_GAINED = -1
+NOT_GAINED_BAD = -2
 # Or'ed to the token of a row whose logits, or hidden states, are not finite; a vocabulary is smaller.
 BAD_LOGITS = 1 << 30
 BAD_HIDDEN = 1 << 29
@@ -53,15 +61,26 @@ class StateLayout:
     block_sizes: tuple[int, ...]  # by KV cache group
     table_widths: tuple[int, ...]  # by KV cache group: blocks of a row
     parameters: np.dtype  # of a row's parameters: a structured one of 32- and 64-bit fields
+    max_drafted: int = 0  # tokens of a decode step with drafts
+
+    @property
+    def num_places(self) -> int:
+        """The most tokens of a decode step."""
+        return max(self.max_rows, self.max_drafted)
 
     @property
     def batch_at(self) -> int:
-        """The rows of the batch, [max_rows]; -1 is padding."""
+        """The batch, [num_places]: row | offset << OFFSET_SHIFT, the places of a row side by side; -1 is padding."""
         return _HEADER
 
     @property
+    def drafts_at(self) -> int:
+        """[num_places]: the draft at each place whose offset is not 0."""
+        return _HEADER + _aligned(self.num_places)
+
+    @property
     def records_at(self) -> int:
-        return _HEADER + _aligned(self.max_rows)
+        return _HEADER + 2 * _aligned(self.num_places)
 
     @property
     def stops_at(self) -> int:
@@ -90,7 +109,7 @@ class StateLayout:
     def allocate(self, device: torch.device) -> torch.Tensor:
         """[num_words] int32: no rows in the batch, no tokens in any."""
         state = torch.zeros(self.num_words, dtype=torch.int32, device=device)
-        state[self.batch_at : self.records_at] = -1
+        state[self.batch_at : self.drafts_at] = -1
         return state
 
 

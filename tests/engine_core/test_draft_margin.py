@@ -55,3 +55,14 @@ def test_the_first_step_has_none(num_rows):
     assert margin.next(num_rows) == math.inf
     margin.record(num_rows, num_rows, 0.01, has_drafts=False)
     assert margin.next(num_rows) == FIRST
+
+
+def test_with_two_steps_in_flight_the_step_after_one_with_drafts_is_not_what_they_are_compared_with():
+    """It waited for that one: 1.9 in place of 1. By it, drafts that bring 1.5 times the tokens in 1.6 times would pay."""
+    margin = DraftMargin(num_in_flight=2)
+    had_drafts, num_drafted = False, 0
+    for _ in range(100):
+        has_drafts = margin.next(4) <= 1.3
+        margin.record(4, 6 if has_drafts else 4, 1.6 if has_drafts else 1.9 if had_drafts else 1.0, has_drafts)
+        had_drafts, num_drafted = has_drafts, num_drafted + has_drafts
+    assert 8 <= num_drafted <= 16

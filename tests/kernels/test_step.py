@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from ringcore.kernels.finish_drafts import finish_drafts
 from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows, prepare_decode, write_words
 from ringcore.kernels.step_state import (
     ARRIVALS,
     BAD_HIDDEN,
     BAD_LOGITS,
     LAST_TOKEN,
+    NOT_GAINED,
+    NOT_GAINED_BAD,
     NUM_CACHED,
     NUM_COMPUTED,
     NUM_PROMPT,
@@ -26,8 +29,9 @@ from ringcore.kernels.step_state import (
 from ringcore.protocol.row_parameters import ROW_PARAMETERS
 
 LAYOUT = StateLayout(
-    max_rows=7, max_stops=3, block_sizes=(16, 4), table_widths=(10, 37), parameters=ROW_PARAMETERS.dtype
+    max_rows=7, max_stops=3, block_sizes=(16, 4), table_widths=(10, 37), parameters=ROW_PARAMETERS.dtype, max_drafted=12
 )
+MASKED = 1  # in place of a token: all of them are masked
 FREE = (0, 3)  # rows without a request
 
 
@@ -69,8 +73,15 @@ def state() -> torch.Tensor:
 
 
 def test_the_parts_of_the_state_do_not_overlap() -> None:
-    edges = [LAYOUT.batch_at, LAYOUT.records_at, LAYOUT.table_at(0), LAYOUT.table_at(1), LAYOUT.num_words]
-    sizes = [7, 7 * LAYOUT.record_words, 7 * 10, 7 * 37]
+    edges = [
+        LAYOUT.batch_at,
+        LAYOUT.drafts_at,
+        LAYOUT.records_at,
+        LAYOUT.table_at(0),
+        LAYOUT.table_at(1),
+        LAYOUT.num_words,
+    ]
+    sizes = [12, 12, 7 * LAYOUT.record_words, 7 * 10, 7 * 37]
     assert all(start + size <= end for start, size, end in zip(edges, sizes, edges[1:], strict=False))
     assert LAYOUT.record_words >= LAYOUT.stops_at + LAYOUT.max_stops
     assert all(edge % 4 == 0 for edge in edges)
@@ -182,6 +193,82 @@ def test_finish_rows_that_are_ragged(device: torch.device, state: torch.Tensor) 
         before, after = record(state, row), record(found, row)
         assert after[NUM_COMPUTED.value] == before[NUM_COMPUTED.value] + count
         assert after[LAST_TOKEN.value] == (before[LAST_TOKEN.value] if sample < 0 else 77 + sample)
+
+
+# Of a step with drafts: rows 4 with three, 1 with none, 5 (stopped) with one, 2 with two, then padding.
+DRAFTED = {4: [31, 32, 33], 1: [], 5: [8], 2: [40, 41]}
+PLACES = [(row, offset) for row, drafts in DRAFTED.items() for offset in range(1 + len(drafts))]
+
+
+def with_drafts(state: torch.Tensor) -> torch.Tensor:
+    for place, (row, offset) in enumerate(PLACES):
+        state[LAYOUT.batch_at + place] = row | offset << 16
+        if offset:
+            state[LAYOUT.drafts_at + place] = DRAFTED[row][offset - 1]
+    return state
+
+
+def test_a_draft_is_a_sequence_one_token_longer(device: torch.device, state: torch.Tensor) -> None:
+    on_device = with_drafts(state.clone()).to(device)
+    inputs = DecodeInputs.allocate(LAYOUT, on_device, 12)
+    prepare_decode(on_device, LAYOUT, inputs, len(PLACES) + 1)
+    assert inputs.seq_lens[len(PLACES)] == 0
+    for place, (row, offset) in enumerate(PLACES):
+        words = record(state, row)
+        here = int(words[NUM_COMPUTED.value]) + offset
+        if row == 5:
+            assert (inputs.seq_lens[place], inputs.slots[0][place]) == (0, 0), "it had stopped"
+            continue
+        token = DRAFTED[row][offset - 1] if offset else words[LAST_TOKEN.value]
+        assert (inputs.input_ids[place], inputs.positions[place]) == (token, here)
+        assert inputs.seq_lens[place] == inputs.sampling.position[place] == here + 1
+        for group, size in enumerate(LAYOUT.block_sizes):
+            blocks = table(state, group, row)
+            assert inputs.slots[group][place] == blocks[here // size] * size + here % size
+            num_blocks = -(-(here + 1) // size)
+            assert inputs.block_tables[group][place, :num_blocks].tolist() == blocks[:num_blocks].tolist()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_finish_drafts(device: torch.device, state: torch.Tensor, seed: int) -> None:
+    """Against a loop over each row's tokens; row 4 may sample its stop token amid its drafts."""
+    rng = np.random.default_rng(seed)
+    record(state, 4)[NUM_STOPS.value] = 2
+    record(state, 4)[LAYOUT.stops_at + 1] = 32
+    drafts = [DRAFTED[row][offset] if offset < len(DRAFTED[row]) else 77 for row, offset in PLACES]
+    sampled = np.where(rng.random(len(PLACES)) < 0.7, drafts, 60)
+    ok = rng.random(len(PLACES)) < 0.85
+    sampled[~ok & (rng.random(len(PLACES)) < 0.5)] = MASKED
+    due, words, ended = np.zeros(len(PLACES), dtype=np.int32), {}, {}
+    for row in DRAFTED:
+        first, going, gained = PLACES.index((row, 0)), row != 5, []
+        for place in range(first, first + 1 + len(DRAFTED[row])):
+            token, good = int(sampled[place]), bool(ok[place])
+            lost = NOT_GAINED if good or token == MASKED or row == 5 else NOT_GAINED_BAD
+            words[place] = (token | (0 if good else BAD_LOGITS)) if going else lost
+            due[place] = going
+            gained += [token] * going
+            going = going and good and token == drafts[place]
+        ended[row] = gained
+    words[PLACES.index((5, 0))] = int(record(state, 5)[LAST_TOKEN.value])
+    on_device = with_drafts(state.clone()).to(device)
+    ring = torch.zeros(4, RING_HEAD + 12, dtype=torch.int32, pin_memory=device.type == "cuda")
+    found_gained = torch.full((len(PLACES),), -7, dtype=torch.int32, device=device)
+    arrays = torch.from_numpy(sampled).to(device), torch.from_numpy(ok).to(device), found_gained
+    finish_drafts(on_device, LAYOUT, *arrays, ring, len(PLACES), 3, MASKED)
+    found = on_device.cpu()
+    assert int(ring[0, 0]) == 1
+    assert ring[0, RING_HEAD : RING_HEAD + len(PLACES)].tolist() == [words[place] for place in range(len(PLACES))]
+    assert found_gained.tolist() == due.tolist()
+    for row, gained in ended.items():
+        before, after = record(state, row), record(found, row)
+        if row == 5:
+            assert np.array_equal(before, after), "it had stopped"
+            continue
+        stops = before[LAYOUT.stops_at : LAYOUT.stops_at + before[NUM_STOPS.value]].tolist()
+        assert after[NUM_COMPUTED.value] == before[NUM_COMPUTED.value] + len(gained)
+        assert after[LAST_TOKEN.value] == gained[-1]
+        assert bool(after[STOPPED.value]) == any(token in stops for token in gained)
 
 
 def test_the_number_of_a_step_wraps_around(device: torch.device, state: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ def _as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 
 def decode_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding steps of GPU runners that are made from now on are `DecodeGraphs`. After `device_runner`."""
-    from ringcore.worker.runner import decode_step, device_launcher, graph_capture
+    from ringcore.worker.runner import decode_graphs, device_launcher, graph_capture
 
     monkeypatch.setattr(graph_capture, "capture", captured)
-    monkeypatch.setattr(device_launcher, "DecodeStep", decode_step.DecodeGraphs)
+    monkeypatch.setattr(device_launcher, "DecodeStep", decode_graphs.DecodeGraphs)

@@ -24,9 +24,9 @@ def worker(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     """Five sizes of decoding steps, of which the smallest is there; no mixed ones: a CPU's backend plans none."""
     rows_on_device(monkeypatch, plans_on_device=True)
     decode_graphs_on_cpu(monkeypatch)
-    from ringcore.worker.runner import decode_step
+    from ringcore.worker.runner import decode_graphs
 
-    monkeypatch.setattr(decode_step, "_COMMON_SIZES", (1,))
+    monkeypatch.setattr(decode_graphs, "_COMMON_SIZES", (1,))
     worker = start(Worker(make_config(tiny_llama[0], max_num_seqs=9), 0, None))
     yield worker
     worker.shutdown()
@@ -78,7 +78,7 @@ def test_more_captures_than_the_ring_has_slots(worker: Worker, reference: Refere
     written = begin(worker)
     with torch.inference_mode():
         for _ in range(runner.launcher.ring.num_slots + 1):
-            runner.launcher._decode.capture(2)
+            runner.launcher._decode._capture_step(2)
     go_on(worker, written, 5)
     assert written == {0: reference(PROMPTS[0], 6), 3: reference(PROMPTS[1], 6)}
 

@@ -56,7 +56,7 @@ def worker_of(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringcore.worker.runner import decode_step, device_launcher, graph_capture
+    from ringcore.worker.runner import decode_graphs, device_launcher, graph_capture
 
     eager = worker_of()
     expected = outputs(eager)
@@ -70,7 +70,7 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
 
     pools: list[Any] = []
     monkeypatch.setattr(graph_capture, "capture", captured)
-    monkeypatch.setattr(device_launcher, "DecodeStep", decode_step.DecodeGraphs)
+    monkeypatch.setattr(device_launcher, "DecodeStep", decode_graphs.DecodeGraphs)
     worker = worker_of()
     found = outputs(worker)
     assert_same(found, expected)

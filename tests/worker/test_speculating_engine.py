@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_runner import rows_on_device
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import ConfigError, UnknownOptionError
@@ -88,11 +89,28 @@ def test_an_engine_with_drafts_writes_the_same(
     tiny_llama: tuple[str, Any], plain: list[list[int]], options: dict[str, Any]
 ) -> None:
     core = engine(tiny_llama[0], speculative=SUFFIX, **options)
+    check(core, plain, "num_blocks_override" in options)
+
+
+def test_the_runner_of_a_gpu_with_drafts_writes_the_same(
+    tiny_llama: tuple[str, Any], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By interpreted kernels, two steps in flight."""
+    rows_on_device(monkeypatch, plans_on_device=True)
+    from ringcore.worker.runner.device_drafts import DeviceDrafts
+
+    monkeypatch.setattr(DeviceDrafts, "time_steps", lambda self, sizes: ([1 + size / 1000 for size in sizes], 0.001))
+    options = {"steps_in_flight": 2, "num_blocks_override": 24, "max_model_len": 64}
+    check(engine(tiny_llama[0], executor="uniproc", speculative=SUFFIX, **options), plain, True, times=1)
+
+
+def check(core: EngineCore, plain: list[list[int]], is_short: bool, times: int = 2) -> None:
+    """The second time also by what the first wrote."""
     try:
-        assert write(core, "first") == plain
-        assert write(core, "first") == plain  # by what the first wrote
+        for _ in range(times):
+            assert write(core, "first") == plain
         assert core.stats().num_free_blocks >= core.ready.num_blocks - 1
-        assert (core.stats().num_preemptions > 0) == ("num_blocks_override" in options)
+        assert (core.stats().num_preemptions > 0) == is_short
         drafts = core.step_metrics().drafts
         assert drafts is not None
         assert drafts.num_draft_tokens >= drafts.num_drafts > 0
@@ -120,7 +138,6 @@ def test_drafts_are_counted_by_their_place() -> None:
         ({"speculative": SUFFIX | {"min_match": True}}, r"speculative.min_match=True"),
         ({"speculative": SUFFIX | {"shared_tokens": -1}}, r"speculative.shared_tokens=-1"),
         ({"speculative": SUFFIX, "pipeline_parallel_size": 2}, "give pipeline_parallel_size=1"),
-        ({"speculative": SUFFIX, "device": "cuda"}, "give device='cpu'"),
     ],
 )
 def test_what_cannot_be_served_is_refused(tiny_llama: tuple[str, Any], options: dict[str, Any], message: str) -> None:

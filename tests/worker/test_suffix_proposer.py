@@ -112,7 +112,6 @@ def test_a_row_without_drafts_is_looked_up_less_often_until_it_has_some() -> Non
     phrase = [*range(10, 60)]
     texts.admit(0, phrase[:40])
     texts.admit(1, [5, 6, 7, 8] * 3)
-    texts.proposer.costs = StepCosts((1, 2), (1.0, 1.3))
     asked: list[list[int]] = []
     find = texts.proposer.find
     texts.proposer.find = lambda rows, known: asked.append(rows.tolist()) or find(rows, known)  # type: ignore

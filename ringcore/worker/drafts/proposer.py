@@ -11,16 +11,10 @@ from ringcore.config import EngineConfig
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import NewRequest
 from ringcore.worker.drafts.step_costs import StepCosts
+from ringcore.worker.rows.drafts import Drafts
 from ringcore.worker.rows.request_rows import RequestRows
 
 __all__ = ["Drafts", "Proposer", "Room", "draft", "room_for_drafts"]
-
-
-class Drafts(NamedTuple):
-    """Of n rows."""
-
-    counts: np.ndarray  # [n] int64: drafts of each, at least 0
-    token_ids: np.ndarray  # [sum of counts] int32: row-major
 
 
 class Proposer(ABC):

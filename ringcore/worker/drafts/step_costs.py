@@ -16,17 +16,22 @@ class StepCosts:
     """Linear between the measured sizes, and beyond the last one. Never less for more tokens: a step that took longer
     than one of more tokens was disturbed."""
 
-    def __init__(self, sizes: Sequence[int] = COST_SIZES, seconds: Sequence[float] = _GUESSED) -> None:
-        """sizes, seconds: n > 1 each, sizes ascending from 1."""
+    def __init__(
+        self, sizes: Sequence[int] = COST_SIZES, seconds: Sequence[float] = _GUESSED, waited_s: float = 0.0
+    ) -> None:
+        """sizes, seconds: n > 1 each, sizes ascending from 1. waited_s: by how much a step without drafts is faster,
+        where it is launched ahead."""
+        self._waited_s = waited_s
         least = np.minimum.accumulate(np.array(seconds)[::-1])[::-1]
         self._seconds = np.interp(np.arange(sizes[-1] + 1), sizes, least)
         # A token beyond the last size costs what those before it cost on average: more than the last few may.
         self._slope = (least[-1] - least[0]) / (sizes[-1] - 1)
 
     def relative(self, num_tokens: int, most: int) -> np.ndarray:
-        """[most + 1]: the time of a step of num_tokens + i tokens, against one of num_tokens >= 1."""
+        """[most + 1]: the time of a step of num_tokens >= 1 known tokens and i drafts, against one without."""
         sizes = np.arange(num_tokens, num_tokens + most + 1)
         last = len(self._seconds) - 1
         seconds = self._seconds[np.minimum(sizes, last)] + np.maximum(sizes - last, 0) * self._slope
+        seconds[0] = max(seconds[0] - self._waited_s, seconds[0] / 2)
         relative: np.ndarray = seconds / seconds[0]
         return relative

@@ -15,7 +15,7 @@ import torch
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.grammars import Grammars, Matcher
-from ringcore.kernels.upload import upload_packed
+from ringcore.kernels.upload import upload, upload_packed
 from ringcore.model_executor.logit_adjustments import LogitAdjustments
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.worker.logits.row_processors import RowProcessors
@@ -75,6 +75,7 @@ class RowAdjustments:
         self.grammars: Grammars | None = None  # the worker's, for structured outputs
         self.is_adjusted = np.zeros(max_rows, dtype=bool)
         self.needs_token_ids = np.zeros(max_rows, dtype=bool)  # the host must know all its tokens before it samples
+        self.is_host_adjusted = np.zeros(max_rows, dtype=bool)  # those, and rows with a processor of the user
         self._vocab_size, self._device, self._ops = vocab_size, device, ops
         self._penalties = np.zeros((3, max_rows), dtype=np.float32)  # repetition, frequency, presence
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # ids, ascending; values
@@ -99,6 +100,7 @@ class RowAdjustments:
             return
         self._version += 1
         self.is_adjusted[row] = True
+        self.is_host_adjusted[row] = participates
         if has_penalties:
             self._penalties[:, row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
             prompt, output = np.split(request.token_ids, [request.num_prompt_tokens])
@@ -127,7 +129,7 @@ class RowAdjustments:
         if allowed is not None:
             self._bitmasks.admit(row, allowed)
         if matcher is not None or long_words or wants_tokens:
-            self.needs_token_ids[row] = True
+            self.needs_token_ids[row] = self.is_host_adjusted[row] = True
             changes = matcher is not None or bool(long_words)
             stops = request.stop_token_ids
             self._dependent_masks.admit(row, allowed if changes else None, long_words, matcher, stops)
@@ -156,8 +158,8 @@ class RowAdjustments:
             self._processors.clear(row)
             self._biases.pop(row, None)
             self._failed.pop(row, None)
-        self.is_adjusted[rows] = False
-        self.needs_token_ids[rows] = False
+        for column in (self.is_adjusted, self.needs_token_ids, self.is_host_adjusted):
+            column[rows] = False
 
     # -----------------------------------------------------------------------------------------------------------
     # A step.
@@ -198,6 +200,18 @@ class RowAdjustments:
         if (self._counts.slot_of_row[rows] >= 0).any():
             inputs = self._inputs(rows)
             self._ops.count_tokens(inputs.counts, inputs.counts_slot, token_ids)
+
+    def has_counts(self, rows: np.ndarray) -> np.ndarray:
+        """[n] bool: of which of rows [n] tokens are counted."""
+        counted: np.ndarray = self._counts.slot_of_row[rows] >= 0
+        return counted
+
+    def add_counts(self, rows: np.ndarray, token_ids: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Adds numbers [n] int32 to the counts of token_ids [n] int64, both on the device, of rows [n], each of which
+        `has_counts` and may occur several times."""
+        slots = upload(self._counts.slot_of_row[rows].astype(np.int64), self._device)
+        places = slots * self._vocab_size + token_ids
+        self._counts.tensor.view(-1).index_add_(0, places, numbers)
 
     def _inputs(self, rows: np.ndarray) -> LogitAdjustments:
         """The device inputs of rows [n]; copied to the device only where they changed."""

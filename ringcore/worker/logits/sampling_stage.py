@@ -10,6 +10,7 @@ import torch
 
 from ringcore.model_executor.sampler import PendingLogprobs, launch_logprobs
 from ringcore.protocol.steps import RowError
+from ringcore.worker.logits.draft_adjustments import DraftPlaces, adjust_drafts, count_drafts
 from ringcore.worker.logits.row_adjustments import RowAdjustments
 from ringcore.worker.rows.request_rows import RequestRows
 
@@ -65,6 +66,30 @@ class SamplingStage:
         if is_adjusted:
             self._adjustments.count(rows, token_ids)
         return SampledTokens(token_ids, ok, self.launch_logprobs(logits, token_ids, rows), is_adjusted)
+
+    def sample_drafts(
+        self,
+        logits: torch.Tensor,
+        places: DraftPlaces,
+        draw: Draw,
+        finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        errors: dict[int, RowError],
+    ) -> SampledTokens:
+        """As `sample`, after each place of a step with drafts: logits [num_places, vocab_size].
+
+        finish: finds what each row gained: [num_places] int32, 1 where it gained the token.
+        """
+        is_adjusted, adjusted = self.is_adjusted(places.rows), logits
+        if is_adjusted:
+            adjusted = adjust_drafts(self._adjustments, logits, places, self._rows.generated, errors)
+        token_ids, ok = draw(adjusted)
+        del adjusted
+        if is_adjusted:
+            _mark_fully_masked(logits, token_ids, ok)
+        gained = finish(token_ids, ok)
+        if is_adjusted:
+            count_drafts(self._adjustments, places, token_ids, gained)
+        return SampledTokens(token_ids, ok, self.launch_logprobs(logits, token_ids, places.rows), is_adjusted)
 
     def launch_logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray

@@ -15,11 +15,15 @@ from ringcore.kernels.step_state import (
     NUM_COMPUTED,
     NUM_PROMPT,
     NUM_STOPS,
+    OFFSET_SHIFT,
     PARAMETERS,
+    ROW_MASK,
     StateLayout,
 )
 from ringcore.kernels.upload import upload
+from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import NewRequest
+from ringcore.worker.rows.drafts import Drafts
 from ringcore.worker.rows.pinned_words import PinnedWords
 from ringcore.worker.rows.request_rows import AppendedBlocks, RequestRows
 
@@ -30,8 +34,10 @@ class DeviceRows:
     """The state that the kernels of `kernels.step` read and write. The host's rows are authoritative for everything but
     the sampled tokens; this mirrors them."""
 
-    def __init__(self, rows: RequestRows, device: torch.device) -> None:
+    def __init__(self, rows: RequestRows, device: torch.device, max_drafted: int = 0) -> None:
+        """max_drafted: tokens of a decode step with drafts; 0: none has any."""
         max_rows, max_stops = rows.stop_token_ids.shape
+        assert max_rows <= ROW_MASK.value, max_rows
         tables = rows.block_tables
         self.layout = StateLayout(
             max_rows,
@@ -39,18 +45,19 @@ class DeviceRows:
             tuple(table.block_size for table in tables),
             tuple(table.block_ids.shape[1] for table in tables),
             rows.parameters.dtype,
+            max_drafted,
         )
         assert self.layout.num_words < 1 << 31, "the block tables are too large for 32-bit indices"
         self.state = self.layout.allocate(device)
-        self._batch = np.full(max_rows, -1, dtype=np.int32)  # the device's batch after all pending writes
+        self._batch = np.full(self.layout.num_places, -1, dtype=np.int32)  # the device's batch after all pending writes
         self._places: list[np.ndarray] = []
         self._words: list[np.ndarray] = []
         self._pinned = PinnedWords(device)
 
     @property
     def batch(self) -> torch.Tensor:
-        """[max_rows] int32: the decoding rows, then -1 (padding)."""
-        return self.state[self.layout.batch_at : self.layout.batch_at + self.layout.max_rows]
+        """[num_places] int32: the decoding rows, then -1 (padding)."""
+        return self.state[self.layout.batch_at : self.layout.batch_at + self.layout.num_places]
 
     # Changes are gathered on the host, then written by one kernel.
 
@@ -79,13 +86,19 @@ class DeviceRows:
             places = layout.table_at(group) + rows.astype(np.int64) * layout.table_stride(group) + columns
             self._add(places, block_ids)
 
-    def set_batch(self, scheduled: np.ndarray) -> None:
-        """Sets the rows that decode from the next step on, one token each per step."""
-        n = len(scheduled)
-        changed = np.flatnonzero(self._batch[:n] != scheduled)
+    def set_batch(self, scheduled: np.ndarray, drafts: Drafts | None = None) -> None:
+        """Sets the rows that decode from the next step on, one token each per step; or, for one step, with drafts."""
+        places = scheduled
+        if drafts is not None:
+            spans = RowSpans(1, 1 + drafts.counts)
+            offsets = spans.offsets(len(scheduled)).astype(np.int32)
+            places = spans.repeat(scheduled) | offsets << OFFSET_SHIFT.value
+            self._add(self.layout.drafts_at + np.flatnonzero(offsets), drafts.token_ids)
+        n = len(places)
+        changed = np.flatnonzero(self._batch[:n] != places)
         if len(changed):
-            self._batch[changed] = scheduled[changed]
-            self._add(self.layout.batch_at + changed, scheduled[changed])
+            self._batch[changed] = places[changed]
+            self._add(self.layout.batch_at + changed, places[changed])
         stale = n + np.flatnonzero(self._batch[n:] >= 0)  # become padding
         if len(stale):
             self._batch[stale] = -1

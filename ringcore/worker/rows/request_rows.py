@@ -144,6 +144,14 @@ class RequestRows:
         self.num_tokens[rows] += counts
         self.num_computed_tokens[rows] += counts - 1
 
+    def learn_tokens(self, rows: np.ndarray, token_ids: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> None:
+        """Tokens of rows [n] that only the device had: counts[i] >= 1 from position begins[i] on, of which one was
+        appended as unknown, and the others are appended now. token_ids: [num_tokens], row-major."""
+        spans = RowSpans(1, counts)
+        self.token_ids[spans.repeat(rows), spans.repeat(begins) + spans.offsets(len(rows))] = token_ids
+        self.num_tokens[rows] += counts - 1
+        self.num_computed_tokens[rows] += counts - 1
+
     def generated(self, row: int) -> np.ndarray:
         """[num_generated] int32, a view; `UNKNOWN_TOKEN` where only the device has the token."""
         return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]

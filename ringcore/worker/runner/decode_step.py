@@ -1,39 +1,25 @@
-"""Decoding steps that run entirely on the device, and their CUDA graphs: one replay instead of hundreds of launches.
-
-A graph is captured for a padded batch size and reads its inputs from static buffers. Padding rows after the last real
-row have no tokens: they write to the null block and attend to nothing. Contexts of any length fit one graph, since the
-attention kernels read lengths on the device.
-"""
+"""Decoding steps that run entirely on the device."""
 
 from __future__ import annotations
-
-import bisect
-import logging
-import time
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ringcore.attention.context import GroupContext
+from ringcore.kernels.finish_drafts import finish_drafts
 from ringcore.kernels.sampling import sample_tokens
 from ringcore.kernels.step import RaggedRows, finish_rows, prepare_decode
 from ringcore.kernels.step_state import DecodeInputs
 from ringcore.protocol.codec import int_array
 from ringcore.worker.logits.result_ring import ResultRing
+from ringcore.worker.logits.sampling_stage import ALL_MASKED
 from ringcore.worker.rows.device_rows import DeviceRows
-from ringcore.worker.runner import graph_capture
-from ringcore.worker.runner.graph_capture import graph_sizes, padded_metadata
+from ringcore.worker.rows.drafts import Drafts
+from ringcore.worker.runner.graph_capture import padded_metadata
 from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.runner.stage_port import StagePort
 
-__all__ = ["DecodeGraphs", "DecodeStep"]
-
-_log = logging.getLogger(__name__)
-
-# The sizes of `graph_sizes` that are captured before the first request; the others are captured while the engine is
-# idle, or when a step needs them.
-_COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+__all__ = ["DecodeStep"]
 
 
 class DecodeStep:
@@ -47,7 +33,7 @@ class DecodeStep:
     def __init__(self, paged: PagedModel, rows: DeviceRows, ring: ResultRing, port: StagePort) -> None:
         """paged: each of its backends can `plan_on_device`."""
         self._paged, self._rows, self._ring, self._port = paged, rows, ring, port
-        max_rows, device = rows.layout.max_rows, rows.state.device
+        max_rows, device = rows.layout.num_places, rows.state.device
         self._inputs = DecodeInputs.allocate(rows.layout, rows.state, max_rows)
         stage = paged.model.stage
         self._received = None if stage.is_first else paged.model.new_inputs(max_rows, device)  # a static buffer
@@ -55,6 +41,7 @@ class DecodeStep:
         self._logits: torch.Tensor | None = None  # [max_rows, vocab_size], a static buffer; None: each step allocates
         self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._ok = torch.zeros(max_rows, dtype=torch.bool, device=device)
+        self._gained = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     def warm_up(self) -> None:
         """Sets up before the first request what would delay it: a dummy run, a step without rows."""
@@ -76,11 +63,29 @@ class DecodeStep:
         self._ring.launched()
         return self._run(max(1, len(scheduled)))
 
-    def launch_logits(self, scheduled: np.ndarray) -> torch.Tensor:
+    def launch_logits(self, scheduled: np.ndarray, drafts: Drafts | None = None) -> torch.Tensor:
         """Launches a step of rows [n], n > 0, up to its logits [n, vocab_size], which are valid until the next launch;
-        `draw` and `finish` must follow."""
-        self._set_rows(scheduled)
-        return self._run_logits(len(scheduled))
+        `draw` and `finish` must follow.
+
+        With drafts [num_places, vocab_size], after each row's last token and its drafts; `finish_drafts` must follow.
+        """
+        num_places = len(scheduled) + (0 if drafts is None else len(drafts.token_ids))
+        self._prepare_logits(num_places)
+        self._set_rows(scheduled, drafts)
+        return self._launch_logits(num_places)
+
+    def launch_padding(self, num_places: int, max_drafts: int) -> int:
+        """Launches a step with drafts of so many places, but without rows -> its number in the ring."""
+        self._prepare_logits(num_places)
+        self._set_rows(int_array())
+        self.finish_drafts(*self.draw(self._launch_logits(num_places)), max_drafts, is_adjusted=False)
+        return self._ring.num_launched
+
+    def _prepare_logits(self, num_places: int) -> None:
+        """Before the rows of a step up to its logits are set."""
+
+    def _launch_logits(self, num_places: int) -> torch.Tensor:
+        return self._run_logits(num_places)
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples from logits [n, vocab_size] of any float dtype, by the parameters of the batch's rows -> token ids
@@ -94,9 +99,20 @@ class DecodeStep:
         self._ring.launched()
         self._finish(token_ids, ok)
 
-    def _set_rows(self, scheduled: np.ndarray) -> None:
+    def finish_drafts(
+        self, token_ids: torch.Tensor, ok: torch.Tensor, max_drafts: int, is_adjusted: bool
+    ) -> torch.Tensor:
+        """As `finish`, of a step with at most max_drafts drafts a row -> [num_places] int32: 1 where the row gained the
+        token, valid until the next launch."""
+        gained, masked = self._gained[: len(token_ids)], ALL_MASKED if is_adjusted else -1
+        self._ring.launched()
+        state, layout, words = self._rows.state, self._rows.layout, self._ring.words
+        finish_drafts(state, layout, token_ids, ok, gained, words, len(token_ids), max_drafts, masked)
+        return gained
+
+    def _set_rows(self, scheduled: np.ndarray, drafts: Drafts | None = None) -> None:
         """Sets the batch of the next launch, and receives what other stages have computed of it."""
-        self._rows.set_batch(scheduled)
+        self._rows.set_batch(scheduled, drafts)
         self._rows.write()
         if self._received is not None and len(scheduled):
             self._port.fill(self._received[: len(scheduled)])
@@ -147,75 +163,3 @@ class _HandedOn:
     def ragged(self, size: int) -> RaggedRows:
         finite = torch.isfinite(self.rows[:size].sum(-1))
         return RaggedRows(self._starts[:size], self._counts[:size], self._samples[:size], finite)
-
-
-class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    results: tuple[torch.Tensor, ...]  # [size, ...] each, see `DecodeStep.launch`: views of buffers shared by all sizes
-
-
-class DecodeGraphs(DecodeStep):
-    """One graph per size, in one memory pool: two graphs never run at the same time. Adjusted steps use a second set of
-    graphs, which end with the logits. All graphs write logits and token ids to the same static buffers: a tensor that a
-    graph returns would keep its memory for the life of the graph, and 256 rows of logits are 150 MiB."""
-
-    def __init__(self, paged: PagedModel, rows: DeviceRows, ring: ResultRing, port: StagePort) -> None:
-        super().__init__(paged, rows, ring, port)
-        max_rows, device = rows.layout.max_rows, rows.state.device
-        if paged.model.stage.is_last:
-            self._logits = torch.empty(max_rows, paged.model.vocab_size, dtype=torch.float32, device=device)
-        self._sizes = graph_sizes(max_rows)
-        self._graphs: dict[int, _Captured] = {}
-        self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size: up to the logits
-
-    def warm_up(self) -> None:
-        """Captures the common sizes, the largest first, so that the smaller ones reuse its pool memory."""
-        started = time.monotonic()
-        for size in reversed(self._sizes):
-            if size in _COMMON_SIZES:
-                self.capture(size)
-        _log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.monotonic() - started)
-
-    @property
-    def missing(self) -> list[int]:
-        """Sizes of whole steps whose graph is not captured yet, ascending."""
-        return [size for size in self._sizes if size not in self._graphs]
-
-    def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, ...]:
-        n = len(scheduled)
-        size = self._size_of(n)
-        if size not in self._graphs:
-            self.capture(size)
-        self._set_rows(scheduled)
-        self._ring.launched()
-        captured = self._graphs[size]
-        captured.graph.replay()
-        return tuple(result[:n] for result in captured.results)
-
-    def launch_logits(self, scheduled: np.ndarray) -> torch.Tensor:
-        n = len(scheduled)
-        size = self._size_of(n)
-        if size not in self._logits_graphs:
-            self._set_rows(int_array())
-            self._logits_graphs[size], _ = graph_capture.capture(lambda: self._write_logits(size), self._pool())
-        self._set_rows(scheduled)
-        self._logits_graphs[size].replay()
-        assert self._logits is not None
-        return self._logits[:n]
-
-    def _write_logits(self, size: int) -> None:
-        self._run_logits(size)
-
-    def _size_of(self, num_rows: int) -> int:
-        return self._sizes[bisect.bisect_left(self._sizes, num_rows)]
-
-    def _pool(self) -> Any:
-        graphs = [*(captured.graph for captured in self._graphs.values()), *self._logits_graphs.values()]
-        return graphs[0].pool() if graphs else None
-
-    def capture(self, size: int) -> None:
-        """The dummy run before the capture is a step of the ring."""
-        self._set_rows(int_array())
-        # Counted after the dummy run: a failed capture must not leave a step number that the device never writes.
-        run, pool = (lambda: self._run(size)), self._pool()
-        self._graphs[size] = _Captured(*graph_capture.capture(run, pool, self._ring.launched))

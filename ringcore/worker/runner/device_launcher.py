@@ -13,6 +13,7 @@ from ringcore.kernels import logit_adjustments
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
 from ringcore.kernels.upload import upload
+from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.sampler import PendingLogprobs
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.tracing import now_ns
@@ -24,7 +25,9 @@ from ringcore.worker.rows.batch_order import BatchOrder
 from ringcore.worker.rows.device_rows import DeviceRows
 from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, AppendedBlocks
-from ringcore.worker.runner.decode_step import DecodeGraphs, DecodeStep
+from ringcore.worker.runner.decode_graphs import DecodeGraphs
+from ringcore.worker.runner.decode_step import DecodeStep
+from ringcore.worker.runner.device_drafts import make_drafts
 from ringcore.worker.runner.device_step import DeviceStep, StepReader
 from ringcore.worker.runner.mixed_graphs import MixedGraphs
 from ringcore.worker.runner.stage_port import make_port
@@ -45,11 +48,13 @@ class DeviceLauncher(StepLauncher):
 
     adjustment_ops = AdjustmentOps(logit_adjustments.adjust_logits, logit_adjustments.count_tokens)
 
-    def __init__(self, stages: StepStages, config: EngineConfig) -> None:
+    def __init__(self, stages: StepStages, config: EngineConfig, plan: KVCacheConfig) -> None:
         self._stages, self._device = stages, stages.device
-        self.ring = ResultRing(config.scheduler.max_num_seqs, self._device)
+        max_places = config.scheduler.max_sampled_positions
+        self.ring = ResultRing(max_places, self._device)
         self._reader = StepReader(stages, self.ring)
-        self._device_rows = DeviceRows(stages.rows, self._device)
+        max_drafted = 0 if config.scheduler.speculative is None else max_places
+        self._device_rows = DeviceRows(stages.rows, self._device, max_drafted)
         self._port = make_port(stages.link, stages.paged.model, stages.rows, stages.device, self._write_tokens)
         is_last = stages.paged.model.stage.is_last
         self._end_decode = self._launch_logprobs if is_last else self._hand_on_decode
@@ -67,11 +72,20 @@ class DeviceLauncher(StepLauncher):
         plans = (backend.plan_mixed_on_device(none, *one, none[:1], 1) for backend in backends)
         if not is_eager and all(plan is not None for plan in plans):
             self._mixed = MixedGraphs(stages.paged, self._device_rows, config.scheduler.token_budget)
+        self._drafts = make_drafts(stages, config, self._decode, self._reader)
 
     @property
     def max_unread_steps(self) -> int:
         """Half of the ring: a step is read before its slot is reused."""
         return self.ring.num_slots // 2
+
+    def follow(self) -> None:
+        if self._drafts is not None:
+            self._drafts.follow()
+
+    def time_steps(self, sizes: Sequence[int]) -> tuple[list[float], float]:
+        assert self._drafts is not None, "no row has drafts"
+        return self._drafts.time_steps(sizes)
 
     def warm_up(self) -> None:
         if self._decode is not None:
@@ -107,10 +121,14 @@ class DeviceLauncher(StepLauncher):
         self._stages.adjustments.report_failed(scheduled, errors)
         self._port.await_tokens(scheduled)
         order = BatchOrder.of(self._stages.rows, scheduled, counts, self._stages.pooled_prompts.is_pending)
-        if self._decode is not None and order.num_decodes == len(scheduled):
-            step = self._launch_decode(self._decode, scheduled, errors)
-        else:
+        if self._decode is None or order.num_decodes < len(scheduled):
             step = self._launch_mixed(order, errors)
+        elif self._drafts is not None and (drafts := self._drafts.draft(scheduled, max_gained)) is not None:
+            step = self._drafts.launch(scheduled, drafts, errors)
+        else:
+            step = self._launch_decode(self._decode, scheduled, errors)
+        if self._drafts is not None:
+            self._drafts.add(step)
         if step.is_adjusted and self._stages.adjustments.needs_token_ids[scheduled].any():
             self._unread_steps = [one for one in self._unread_steps if one.words is None] + [step]
         return step

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS
+from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS, NOT_GAINED_BAD
 from ringcore.model_executor.sampler import PendingLogprobs
 from ringcore.protocol.steps import RowError
 from ringcore.worker.logits.pooled_prompts import LaunchedPooledPrompt
@@ -41,7 +42,28 @@ class DeviceStep:
     is_adjusted: bool  # whether any row's logits were adjusted before sampling
     prompt_logprobs: Sequence[LaunchedPromptLogprobs]
     pooled: Sequence[LaunchedPooledPrompt] = ()
-    words: np.ndarray | None = None  # [n] int32: the result ring's words; None: not read yet
+    drafts: np.ndarray | None = None  # [n] int64: of each row, which are in the message's order; None: none
+    words: np.ndarray | None = None  # the result ring's words, of each row, or of each place; None: not read yet
+
+    @property
+    def num_words(self) -> int:
+        return len(self.rows) + (0 if self.drafts is None else int(self.drafts.sum()))
+
+    def gained(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a step that was read: the tokens of the rows that sampled, row-major, and how many each gained."""
+        assert self.words is not None
+        if self.drafts is None:
+            token_ids, counts = self.words[self.sampling], np.ones(len(self.sampling), dtype=np.int64)
+        else:
+            is_gained = self.words >= 0
+            token_ids, counts = self.words[is_gained], np.add.reduceat(is_gained, self.first_places())
+        return token_ids & ~_FLAGS, counts
+
+    def first_places(self) -> np.ndarray:
+        """[n]: of each row, in a step with drafts."""
+        assert self.drafts is not None
+        firsts: np.ndarray = np.cumsum(1 + self.drafts) - 1 - self.drafts
+        return firsts
 
     def done(self) -> bool:
         return self.reader.ring.is_over(self.number)
@@ -51,12 +73,13 @@ class DeviceStep:
 
     def sampled(self) -> SampledRows:
         assert self.words is not None
-        logprobs = None
+        (token_ids, counts), logprobs = self.gained(), None
         if self.logprobs is not None:
+            order = self.sampling.argsort().argsort() if self.drafts is None else np.flatnonzero(self.words >= 0)
             found = self.logprobs.result()
-            logprobs = [found[index] for index in self.sampling.argsort().argsort().tolist()]
-        token_ids = self.words[self.sampling] & ~_FLAGS
-        return SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs, self.pooled)
+            logprobs = [found[index] for index in order.tolist()]
+        sampled = SampledRows(self.rows[self.sampling], token_ids, logprobs, self.prompt_logprobs, self.pooled)
+        return sampled if self.drafts is None else sampled._replace(num_gained=counts, num_drafts=self.drafts)
 
 
 class StepReader:
@@ -67,8 +90,10 @@ class StepReader:
         """Reads the step's words from the ring, once; adds to its errors, and zeroes the KV of non-finite rows."""
         if step.words is not None:
             return
-        words = step.words = self.ring.take(step.number, len(step.rows))
-        if step.is_adjusted:
+        words = step.words = self.ring.take(step.number, step.num_words)
+        if step.drafts is not None:
+            words = _last_words(step, words)
+        elif step.is_adjusted:
             self._store_token_ids(step, words)
         flagged = np.flatnonzero(words & _FLAGS)
         if not len(flagged):
@@ -99,7 +124,20 @@ class StepReader:
         all_rows = self._stages.rows
         rows, starts = step.rows[places], step.starts[places]
         counts = all_rows.num_computed_tokens[rows] - starts
+        if step.drafts is not None:
+            counts = np.where(counts > 0, np.maximum(counts, 1 + step.drafts[places]), 0)
         is_current = (all_rows.num_admissions[rows] == step.admissions[places]) & (counts > 0)
         if is_current.any():
             rows, counts, starts = rows[is_current], counts[is_current], starts[is_current]
-            self._stages.paged.zero_kv(InputBatch.gather(all_rows, rows, counts, self._stages.device, starts=starts))
+            drafts = np.maximum(starts + counts - all_rows.num_tokens[rows], 0)  # beyond its last token
+            gather = partial(InputBatch.gather, all_rows, rows, counts, self._stages.device, starts=starts)
+            self._stages.paged.zero_kv(gather(drafts=drafts) if drafts.any() else gather())
+
+
+def _last_words(step: DeviceStep, words: np.ndarray) -> np.ndarray:
+    """[n]: of each row of a step with drafts the word of the last token that it gained; `BAD_LOGITS` where one of its
+    places was not finite."""
+    firsts = step.first_places()
+    of_rows = words[firsts + np.add.reduceat(words >= 0, firsts) - 1]
+    is_bad = np.logical_or.reduceat(words == NOT_GAINED_BAD, firsts)
+    return np.where(is_bad, BAD_LOGITS, of_rows)

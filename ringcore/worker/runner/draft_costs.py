@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from ringcore.distributed.parallel import TensorParallel
@@ -12,43 +12,58 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewRequest
-from ringcore.worker.drafts.step_costs import COST_SIZES
+from ringcore.worker.drafts.step_costs import COST_SIZES, StepCosts
 from ringcore.worker.rows.input_batch import InputBatch
-from ringcore.worker.rows.request_rows import RequestRows
-from ringcore.worker.runner.paged_model import PagedModel
+from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
 
-__all__ = ["measure_steps"]
+__all__ = ["HostSteps", "fastest", "measure_costs"]
 
 _ROUNDS = 4  # the first one warms up; of the others the fastest counts
 
 
 @torch.inference_mode()
-def measure_steps(
-    paged: PagedModel, rows: RequestRows, plan: KVCacheConfig, device: torch.device, tp: TensorParallel
-) -> tuple[np.ndarray, np.ndarray]:
-    """Steps of one row with so many tokens, each of which has logits -> their sizes and seconds [n], the same on every
-    rank: those of the slowest. It leaves tokens in the first blocks, which their next owner overwrites.
+def measure_costs(
+    launcher: StepLauncher, most_tokens: int, device: torch.device, tp: TensorParallel
+) -> StepCosts | None:
+    """The same on every rank: those of the slowest. None where the KV cache has no room for steps of several tokens.
 
-    Fewer sizes than two where the KV cache has no room for more."""
-    block_size = max(group.spec.block_size for group in plan.groups)
-    most = min(plan.max_model_len, (plan.num_blocks // len(plan.groups) - 1) * block_size)
-    sizes = np.array([size for size in COST_SIZES if size <= most], dtype=np.int64)
-    seconds = np.array([_measure(paged, rows, plan, device, size) for size in sizes.tolist()], dtype=np.float32)
-    gathered = tp.all_gather_last_dim(torch.from_numpy(seconds).to(device)).cpu().numpy()
-    return sizes, gathered.reshape(-1, len(sizes)).max(axis=0)
+    It leaves tokens in the first blocks, which their next owner overwrites."""
+    sizes = [size for size in COST_SIZES if size <= most_tokens]
+    if len(sizes) < 2:
+        return None
+    seconds, waited_s = launcher.time_steps(sizes)
+    numbers = torch.tensor([*seconds, waited_s], dtype=torch.float32, device=device)
+    gathered = tp.all_gather_last_dim(numbers).cpu().numpy().reshape(-1, len(numbers))
+    return StepCosts(sizes, gathered[:, :-1].max(axis=0).tolist(), float(gathered[:, -1].max()))
 
 
-def _measure(paged: PagedModel, rows: RequestRows, plan: KVCacheConfig, device: torch.device, size: int) -> float:
-    rows.admit(_request(plan, size))
+def fastest(run: Callable[[], None]) -> float:
+    """Seconds."""
     taken = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        batch = InputBatch.gather(rows, int_array([0]), int_array([size]), device)
-        logits = paged.model.compute_logits(paged.forward_batch(batch.input_ids, batch))
-        logits[-1].argmax().item()  # waits for the device
+        run()
         taken.append(time.perf_counter() - began)
-    rows.clear()
     return min(taken[1:])
+
+
+class HostSteps:
+    """Steps of one row that are gathered on the host."""
+
+    def __init__(self, stages: StepStages, plan: KVCacheConfig) -> None:
+        self._stages, self._plan = stages, plan
+
+    def seconds(self, num_tokens: int) -> float:
+        stages = self._stages
+        stages.rows.admit(_request(self._plan, num_tokens))
+
+        def run() -> None:
+            batch = InputBatch.gather(stages.rows, int_array([0]), int_array([num_tokens]), stages.device)
+            stages.paged.model.compute_logits(stages.paged.forward_batch(batch.input_ids, batch))
+
+        taken = fastest(run)
+        stages.rows.clear()
+        return taken
 
 
 def _request(plan: KVCacheConfig, num_tokens: int) -> NewRequest:

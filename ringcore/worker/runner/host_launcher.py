@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ringcore.config import EngineConfig
+from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor import logit_adjustments
 from ringcore.model_executor.row_sampler import sample_by_row
 from ringcore.model_executor.sampler import sample
@@ -21,6 +22,7 @@ from ringcore.worker.logits.sampling_stage import ALL_MASKED, not_finite
 from ringcore.worker.logits.step_output import SampledRows
 from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, AppendedBlocks
+from ringcore.worker.runner.draft_costs import HostSteps
 from ringcore.worker.runner.stage_port import make_port
 from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
 
@@ -48,8 +50,8 @@ class HostLauncher(StepLauncher):
 
     adjustment_ops = AdjustmentOps(logit_adjustments.adjust_logits, logit_adjustments.count_tokens)
 
-    def __init__(self, stages: StepStages, config: EngineConfig) -> None:
-        self._stages = stages
+    def __init__(self, stages: StepStages, config: EngineConfig, plan: KVCacheConfig) -> None:
+        self._stages, self._timed = stages, HostSteps(stages, plan)
         self._most_positions = config.scheduler.max_sampled_positions
         self._draw = sample_by_row if config.model.deterministic else sample
         self._port = make_port(stages.link, stages.paged.model, stages.rows, stages.device, self._write_tokens)
@@ -58,6 +60,9 @@ class HostLauncher(StepLauncher):
     @property
     def max_unread_steps(self) -> int:
         return 0  # there is nothing to read
+
+    def time_steps(self, sizes: Sequence[int]) -> tuple[list[float], float]:
+        return [self._timed.seconds(size) for size in sizes], 0.0
 
     def mirror(self, new_requests: Sequence[NewRequest], appended: Sequence[AppendedBlocks]) -> None:
         """A no-op: the rows exist once."""

@@ -14,14 +14,13 @@ from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.tracing import Tracer, now_ns
 from ringcore.tracing.kinds import APPLIED
 from ringcore.worker.drafts.methods import make_proposer
-from ringcore.worker.drafts.step_costs import StepCosts
 from ringcore.worker.logits.pooled_prompts import PooledPromptRows
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
 from ringcore.worker.logits.row_adjustments import RowAdjustments
 from ringcore.worker.logits.sampling_stage import SamplingStage
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rows.request_rows import RequestRows
-from ringcore.worker.runner.draft_costs import measure_steps
+from ringcore.worker.runner.draft_costs import measure_costs
 from ringcore.worker.runner.loaded_model import LoadedModel
 from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.runner.step_launcher import LaunchedSteps, StepLauncher, StepStages
@@ -49,8 +48,10 @@ class ModelRunner:
         launcher: type[StepLauncher],
         tracer: Tracer,
         link: StageLink | None = None,
+        may_draft: bool = True,
     ) -> None:
-        """Allocates the pages. link: to the other stages of a pipeline. Raises `CapacityError` or `ConfigError`."""
+        """Allocates the pages. link: to the other stages of a pipeline. may_draft: False: no row has drafts, whatever
+        `speculative` is. Raises `CapacityError` or `ConfigError`."""
         spec, device = config.model.spec, platform.device
         self._is_output_rank = is_output_rank
         backend, is_invariant = config.device.attention_backend, config.model.deterministic
@@ -75,15 +76,16 @@ class ModelRunner:
             dtype=loaded.dtype,
             tracer=tracer,
             link=link,
-            proposer=make_proposer(config, self.rows),
+            proposer=make_proposer(config, self.rows) if may_draft else None,
         )
-        self.launcher = launcher(self._stages, config)
-        self._kv_cache_config = kv_cache_config
+        self.launcher = launcher(self._stages, config, kv_cache_config)
+        self._kv_cache_config, self._most_positions = kv_cache_config, config.scheduler.max_sampled_positions
         self._tracer = tracer
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> LaunchedSteps:
         """Launches the one or several steps of a message; the returned object's `result()` is their output."""
+        self.launcher.follow()
         began = self._tracer.is_on and now_ns()
         appended = self.rows.apply(step)
         self.launcher.mirror(step.new_requests, appended)
@@ -114,10 +116,14 @@ class ModelRunner:
     def learn_costs(self, tp: TensorParallel) -> None:
         """Tells the proposer, if there is one, what steps cost; on all ranks together, while there are no rows."""
         stages = self._stages
-        if stages.proposer is not None:
-            sizes, seconds = measure_steps(self.paged, self.rows, self._kv_cache_config, stages.device, tp)
-            if len(sizes) > 1:
-                stages.proposer.learn_costs(StepCosts(sizes.tolist(), seconds.tolist()))
+        if stages.proposer is None:
+            return
+        plan = self._kv_cache_config
+        block_size = max(group.spec.block_size for group in plan.groups)
+        most = min(plan.max_model_len, (plan.num_blocks // len(plan.groups) - 1) * block_size)
+        costs = measure_costs(self.launcher, min(most, self._most_positions), stages.device, tp)
+        if costs is not None:
+            stages.proposer.learn_costs(costs)
 
     @property
     def num_graphs_left(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.distributed.pipeline import StageLink
+from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError
 from ringcore.tracing import Tracer
 from ringcore.worker.drafts.proposer import Proposer
@@ -66,12 +67,21 @@ class StepLauncher(ABC):
     adjustment_ops: ClassVar[AdjustmentOps]
 
     @abstractmethod
-    def __init__(self, stages: StepStages, config: EngineConfig) -> None: ...
+    def __init__(self, stages: StepStages, config: EngineConfig, plan: KVCacheConfig) -> None: ...
 
     @property
     @abstractmethod
     def max_unread_steps(self) -> int:
         """How many launched steps may be unread; the next one needs the oldest to be read first."""
+
+    def follow(self) -> None:  # noqa: B027  most have nothing to follow
+        """Called before a message is applied: tokens of earlier steps, from which drafts follow, go to the host's
+        rows."""
+
+    @abstractmethod
+    def time_steps(self, sizes: Sequence[int]) -> tuple[list[float], float]:
+        """Runs dummy steps, on all ranks together, while there are no rows: the seconds of steps of so many tokens,
+        each of which has logits, and by how many a step that drafts do not wait for is faster."""
 
     @abstractmethod
     def mirror(self, new_requests: Sequence[NewRequest], appended: Sequence[AppendedBlocks]) -> None:

@@ -157,7 +157,7 @@ def intercept_steps(few: FewLayers, platform: Platform, tp: TensorParallel) -> l
         plan = msgspec.structs.replace(plan, num_blocks=2)  # the null block, and one that holds every token
         memory = cast(Platform, _TorchMemoryPlatform(platform))
         is_output_rank = tp.rank == config.parallel.layout.tensor_rank_of(config.parallel.layout.output_rank)
-        runner = ModelRunner(config, loaded, plan, memory, is_output_rank, DeviceLauncher, Tracer())
+        runner = ModelRunner(config, loaded, plan, memory, is_output_rank, DeviceLauncher, Tracer(), may_draft=False)
         for step in warm_up_steps(config, [group.spec.block_size for group in plan.groups]):
             runner.execute(step)
         platform.synchronize()

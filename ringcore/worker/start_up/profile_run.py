@@ -48,12 +48,15 @@ def profile_steps(
     """
     run = _ProfileRun(config, model, specs, platform)
     max_num_seqs, max_len = config.scheduler.max_num_seqs, config.model.context_len
+    max_places = config.scheduler.max_sampled_positions  # of a decoding step, with drafts
     num_tokens = min(config.scheduler.token_budget, max_num_seqs * max_len)
     prompts = np.full(-(-num_tokens // max_len), max_len, dtype=np.int32)
     prompts[-1] -= prompts.sum() - num_tokens
     # A decoding size has two graphs: a whole step, and one that ends with the logits.
-    num_graphs = 2 * len(graph_sizes(max_num_seqs)) + len(mixed_sizes(config.scheduler.token_budget))
-    single = np.ones(min(num_tokens, max_num_seqs), dtype=np.int32)
+    num_graphs = (
+        len(graph_sizes(max_num_seqs)) + len(graph_sizes(max_places)) + len(mixed_sizes(config.scheduler.token_budget))
+    )
+    single = np.ones(min(num_tokens, max_places), dtype=np.int32)
     try:
         run.step(single)  # initializes libraries, whose workspaces persist and are not part of a step's peak
         run.step(np.minimum(prompts[:1], _WARM_UP_TOKENS))
@@ -78,7 +81,7 @@ class _ProfileRun:
         plan = planned_cache(config, specs)
         layers = model.attention_layers
         self._device = platform.device
-        self._max_num_seqs, self._vocab_size = config.scheduler.max_num_seqs, config.model.spec.vocab_size
+        self._max_sampled, self._vocab_size = config.scheduler.max_sampled_positions, config.model.spec.vocab_size
         groups = group_of_layer(plan, layers)
         backends = choose_backends(config.device.attention_backend, plan, layers, platform, config.model.deterministic)
         pages = [
@@ -103,7 +106,7 @@ class _ProfileRun:
         hidden = self._paged.forward(model.new_inputs(num_tokens, device), positions, groups)
         if not model.stage.is_last:
             return
-        num_sampled = min(self._max_num_seqs, num_tokens)
+        num_sampled = min(self._max_sampled, num_tokens)
         logits = model.compute_logits(hidden[torch.arange(num_sampled, device=device)])
         inputs = sampling_inputs(num_sampled)
         adjusted = logits.to(torch.float32, copy=True)
