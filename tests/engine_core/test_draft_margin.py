@@ -58,7 +58,7 @@ def test_the_first_step_has_none(num_rows):
 
 
 def test_with_two_steps_in_flight_the_step_after_one_with_drafts_is_not_what_they_are_compared_with():
-    """It waited for that one: 1.9 in place of 1. By it, drafts that bring 1.5 times the tokens in 1.6 times would pay."""
+    """It waited for that one: 1.9 in place of 1, by which drafts of 1.5 times the tokens in 1.6 times would pay."""
     margin = DraftMargin(num_in_flight=2)
     had_drafts, num_drafted = False, 0
     for _ in range(100):

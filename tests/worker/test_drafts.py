@@ -4,27 +4,24 @@ whatever the row asks of its tokens."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from adjusted_model import Arithmetic
-from adjusted_requests import EOS, PROCESSORS, Asked, expected, some_requests
+from adjusted_requests import EOS, PROCESSORS, VOCAB_SIZE, Asked, expected, some_requests
 from device_runner import rows_on_device
+from drafted_rows import MAX_TOKENS, SPECULATIVE, guess, write
 from scripted_drafts import ScriptedDrafts
 from step_driver import admit, make_config, make_step, start
 
 from ringcore.errors import ConfigError
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
-from ringcore.protocol.row_spans import RowSpans
 from ringcore.worker.runner import draft_costs
-from ringcore.worker.runner.host_launcher import HostLauncher
 from ringcore.worker.worker import Worker
-
-VOCAB_SIZE, ROW_BLOCKS, NUM_DRAFTS = 97, 8, 4
-SPECULATIVE = {"method": "scripted_drafts:ScriptedDrafts", "num_drafts": NUM_DRAFTS}
 
 
 @pytest.fixture(scope="module", params=["cpu", "gpu"])
@@ -35,60 +32,12 @@ def worker(request: pytest.FixtureRequest, tiny_llama: tuple[str, Any]) -> Itera
     if request.param == "gpu":
         rows_on_device(patch, plans_on_device=True)
         patch.setattr(draft_costs, "COST_SIZES", (1, 2))
-    worker = start(Worker(config, 0, None), num_blocks=1 + 14 * ROW_BLOCKS)
+    worker = start(Worker(config, 0, None), num_blocks=1 + 14 * MAX_TOKENS // 4)
     assert worker._runner is not None
     worker._runner.adjustments.grammars = Arithmetic(EOS, VOCAB_SIZE)  # type: ignore[assignment]
     patch.undo()
     yield worker
     worker.shutdown()
-
-
-def write(worker: Worker, requests: list[Asked], rng: random.Random, seen: list[Any] | None = None) -> tuple[int, int]:
-    """Computes all requests side by side, by a GPU's runner two steps at once; -> tokens that they gained, and drafts
-    that were verified."""
-    depth = 1 if isinstance(worker._runner.launcher, HostLauncher) else 2  # type: ignore[union-attr]
-    num_gained = num_drafts = 0
-    new = [
-        msgspec.structs.replace(
-            admit(
-                row,
-                asked.prompt,
-                range(1 + row * ROW_BLOCKS, 1 + (row + 1) * ROW_BLOCKS),
-                params=asked.params,
-                stop_token_ids=[EOS],
-                bad_words=asked.bad_words,
-            ),
-            seed=asked.seed,
-        )
-        for row, asked in enumerate(requests)
-    ]
-    step, rows = make_step({row: len(asked.prompt) for row, asked in enumerate(requests)}, new=new), [*range(len(new))]
-    ahead: list[tuple[Any, list[int]]] = []
-    while rows or ahead:
-        if rows:
-            most = int_array([rng.randint(1, 1 + NUM_DRAFTS) for _ in rows])
-            ahead.append((worker.execute_model(msgspec.structs.replace(step, max_gained=most)), [*rows]))
-        over: list[int] = []
-        if len(ahead) >= depth or not rows:
-            launched, scheduled = ahead.pop(0)
-            output = launched.result()
-            assert output is not None
-            assert output.row_errors == []
-            spans = RowSpans(1, output.num_gained)
-            for index, row in enumerate(scheduled):
-                for token in output.token_ids[spans.slice_of(index)].tolist():
-                    if not requests[row].is_done:
-                        requests[row].written.append(token)
-            num_gained += len(output.token_ids)
-            num_drafts += 0 if output.num_drafts is None else int(output.num_drafts.sum())
-            if seen is not None:
-                seen += output.logprobs or []
-            over = [row for row in rows if requests[row].is_done]
-            rows = [row for row in rows if row not in over]
-        rng.shuffle(rows)
-        step = make_step(dict.fromkeys(rows, 1), finished=over)
-    worker.reset_rows()
-    return num_gained, num_drafts
 
 
 @pytest.mark.parametrize(
@@ -107,15 +56,6 @@ def test_every_row_writes_what_it_would_alone(
     for asked, whole in due:
         assert asked.written == whole[len(asked.prompt) :], asked.params
     assert num_drafts > len(requests)
-
-
-def guess(texts: list[list[int]], chance: float, rng: random.Random) -> Callable[[list[int], int], list[int]]:
-    def script(tokens: list[int], most: int) -> list[int]:
-        rest = next((text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens), [])
-        rest += [2] * (most - len(rest))
-        return [token if rng.random() < chance else (token + 5) % VOCAB_SIZE for token in rest[:most]]
-
-    return script
 
 
 def test_right_drafts_are_all_accepted_and_wrong_ones_none(
@@ -139,6 +79,25 @@ def test_right_drafts_are_all_accepted_and_wrong_ones_none(
         assert right.token_ids == wrong.token_ids
         assert right.ranks == wrong.ranks
         assert right.logprobs == pytest.approx(wrong.logprobs, abs=1e-4)
+
+
+def test_a_draft_that_is_not_finite_ends_its_row_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding of token 96 is NaN; the row's keys and values are zeroed, those of drafts too."""
+    model: Any = worker._runner.paged.model  # type: ignore[union-attr]
+    embed = model.embed_tokens
+    broken = lambda ids: torch.where((ids == 96)[:, None], torch.nan, embed(ids))  # noqa: E731
+    monkeypatch.setattr(model, "embed_tokens", broken)
+    script = staticmethod(lambda known, most: [96] * most if known[0] == 5 else [])
+    monkeypatch.setattr(ScriptedDrafts, "script", script)
+    new = [admit(0, [5, 9, 30], range(1, 5)), admit(1, [7, 8, 9, 10, 11], range(5, 9))]
+    first = worker.execute_model(make_step({0: 3, 1: 5}, new=new)).result()
+    step = msgspec.structs.replace(make_step({0: 1, 1: 1}), max_gained=int_array([3, 3]))
+    output = worker.execute_model(step).result()
+    assert first.row_errors == []
+    assert [error.row for error in output.row_errors] == [0]
+    assert output.rows.tolist() == [1]
+    assert all(torch.isfinite(cache).all() for cache in worker._runner.paged.kv_caches.values())  # type: ignore[union-attr]
+    worker.reset_rows()
 
 
 @pytest.mark.parametrize("worker", ["gpu"], indirect=True)

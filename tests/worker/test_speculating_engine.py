@@ -17,9 +17,11 @@ from ringcore.metrics.draft_log import DraftLog, DraftStats
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.protocol.steps import ModelRunnerOutput
+from ringcore.worker.runner import draft_costs
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 SUFFIX = {"method": "suffix", "num_drafts": 5, "min_match": 1}
+FREE = SUFFIX | {"method": "scripted_drafts:FreeSuffix"}
 REPEATED = [5, 17, 80, 3, 44, 9, 61] * 3
 PROMPTS = [REPEATED, REPEATED[:16], [11, 60, 23, 11, 60, 23], [7, 7, 7, 7, 7], REPEATED[2:], [90, 12, 33]]
 
@@ -97,11 +99,9 @@ def test_the_runner_of_a_gpu_with_drafts_writes_the_same(
 ) -> None:
     """By interpreted kernels, two steps in flight."""
     rows_on_device(monkeypatch, plans_on_device=True)
-    from ringcore.worker.runner.device_drafts import DeviceDrafts
-
-    monkeypatch.setattr(DeviceDrafts, "time_steps", lambda self, sizes: ([1 + size / 1000 for size in sizes], 0.001))
+    monkeypatch.setattr(draft_costs, "COST_SIZES", (1, 2))
     options = {"steps_in_flight": 2, "num_blocks_override": 24, "max_model_len": 64}
-    check(engine(tiny_llama[0], executor="uniproc", speculative=SUFFIX, **options), plain, True, times=1)
+    check(engine(tiny_llama[0], executor="uniproc", speculative=FREE, **options), plain, True, times=1)
 
 
 def check(core: EngineCore, plain: list[list[int]], is_short: bool, times: int = 2) -> None:
