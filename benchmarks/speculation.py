@@ -1,106 +1,136 @@
-"""Speculative decoding by suffix matching: edits of code, quotes and free text, with drafts and without."""
+"""Speculative decoding: edits, quotes and free text of a real model; or, of random weights on a GPU, what a step with
+drafts costs, what drafts of a given quality bring, and what text without drafts loses."""
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+from benchmarks.driver import BenchmarkError
 from benchmarks.harness import Benchmark, Plan, interleave, note, numbers
+from benchmarks.models import find_published
 from benchmarks.peers.rows import facts
 from benchmarks.peers.suffix_loops import microseconds
 from benchmarks.result import Check, Findings, Measurement
+from benchmarks.speculation_texts import Load, forced_load, free_load, real_loads
 from ringcore.checkpoint import find_model
 from ringcore.checkpoint.tokenizer import load_tokenizer
 from ringcore.config import EngineConfig
 from ringcore.engine_core.core import EngineCore
 from ringcore.metrics.draft_log import DraftStats
-from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import EngineCoreRequest
 
 __all__ = ["Speculation"]
 
-ON, OFF = "ringcore", "without drafts"
-BATCHES = "1,4,16"
+ON, OFF, KNOWN = "ringcore", "without drafts", "known text"
+BATCHES, SHAPES_BATCHES = "1,4,16", "1,8,32"
 TOKENS = 96
-
-_CODE = '''def merge_intervals(intervals):
-    """Merge overlapping intervals and return them sorted."""
-    if not intervals:
-        return []
-    intervals = sorted(intervals, key=lambda pair: pair[0])
-    merged = [intervals[0]]
-    for start, end in intervals[1:]:
-        last_start, last_end = merged[-1]
-        if start <= last_end:
-            merged[-1] = (last_start, max(last_end, end))
-        else:
-            merged.append((start, end))
-    return merged
-'''
-_PASSAGE = (
-    "The harbour of {0} lies behind two moles of granite, which were built after the flood. In winter the wind comes "
-    "from the north-east and brings ice to the outer basin, so that the pilots wait at the lower quay. A keeper has "
-    "lived in the lighthouse since the first lamp was lit, and he writes the hour of every ship into a large book: its "
-    "name, its flag, what it carries, and how deep it lies in the water. In the summer of the great storm the book had "
-    "no entry for three days, and nobody in {0} could say afterwards which ships had passed."
-)
-_PLACES = ("Arnholm", "Bellmar", "Corvik", "Dunmore", "Eskby", "Falren", "Grenna", "Hollis")
-PROMPTS = {
-    "code edit": f"Here is a Python function of the module {{0}}:\n\n```python\n{_CODE}```\n\nThe same function for "
-    "the module {0}, with the docstring 'Join intervals.':\n\n```python\ndef merge_intervals(intervals):\n"
-    '    """Join intervals."""\n',
-    "quote": f"The text:\n\n{_PASSAGE}\n\nThe same text, word by word:\n\n{_PASSAGE[:150]}",
-    "free text": "Write a long story about a journey to {0}.\n\nIt was",
+SPECULATIVE: Mapping[str, Any] = {
+    ON: {"method": "suffix"},
+    OFF: None,
+    KNOWN: {"method": "benchmarks.peers.known_text:KnownText"},
 }
 
 
 class Speculation(Benchmark):
-    """tokens/s with speculative decoding and without, of edits, quotes and free text"""
+    """tokens/s with speculative decoding and without, of edits, quotes and free text; --shapes needs no model"""
 
+    needs_model: ClassVar[bool] = False
     default_rounds: ClassVar[int] = 3
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--batches", default=BATCHES, help=f"requests at once (default: {BATCHES})")
+        parser.add_argument(
+            "--batches", help=f"requests at once (default: {BATCHES}, of --shapes {SHAPES_BATCHES})", default=None
+        )
         parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of a request (default: {TOKENS})")
         parser.add_argument("--device", default="cpu", help="of the engines (default: cpu)")
+        parser.add_argument("--shapes", metavar="MODEL", help="a published model with random weights, for a GPU")
+        parser.add_argument("--chances", default="0,70,100", help="percent of known drafts that are right, of --shapes")
+        parser.add_argument("--drafts", type=int, default=4, help="of a row and step, of known drafts (default: 4)")
 
     def run(self, plan: Plan) -> Findings:
         options, measurements, checks = plan.options, [], []
-        engines = {name: _Engine(plan.model, options.device, name == ON) for name in (ON, OFF)}
-        for kind, prompt in PROMPTS.items():
-            for batch in numbers("--batches", options.batches):
-                case = f"{kind}, {batch} request{'s' * (batch > 1)}"
-                note(f"{case}: {plan.rounds} rounds")
-                before, one = engines[ON].drafts(), _Load(prompt, batch, options.tokens, case)
-                samples = interleave(list(engines), plan.rounds, partial(_rate, engines, one))
-                measurements.append(Measurement(name=case, unit="tokens/s", higher_is_better=True, samples=samples))
-                checks += _checks(case, samples, before, engines[ON].drafts())
+        with _model(plan) as folder:
+            names = (ON, OFF, KNOWN) if options.shapes else (ON, OFF)
+            engines = {name: _Engine(folder, options, name) for name in names}
+            try:
+                for name, load in _loads(options, engines[OFF]):
+                    note(f"{load.case}: {plan.rounds} rounds")
+                    taken, before = (name, OFF), engines[name].drafts()
+                    samples = interleave(list(taken), plan.rounds, partial(_rate, engines, load))
+                    measurements.append(
+                        Measurement(name=load.case, unit="tokens/s", higher_is_better=True, samples=samples)
+                    )
+                    checks += _checks(load.case, samples, name, before, engines[name].drafts())
+            finally:
+                for engine in engines.values():
+                    engine.core.shutdown()
         checks.append(_cost_of_drafts())
-        for engine in engines.values():
-            engine.core.shutdown()
         engine_facts = {**facts(("ringcore",)), "env": {}}
         named = dict.fromkeys(engines, engine_facts)
         return Findings(measurements=measurements, engines=named, conditions=_conditions(options), checks=checks)
 
 
+@contextmanager
+def _model(plan: Plan) -> Iterator[Path]:
+    """The folder of the model."""
+    if plan.options.shapes is None:
+        if not plan.model.is_dir():
+            raise BenchmarkError(f"--model {plan.model}: no such folder; `make setup` makes the default one")
+        yield plan.model
+        return
+    (shapes,) = find_published(plan.options.shapes)
+    with tempfile.TemporaryDirectory(prefix="models-") as folder:
+        yield shapes.write(Path(folder))
+
+
+def _loads(options: argparse.Namespace, engine: _Engine) -> Iterator[tuple[str, Load]]:
+    """Each with the engine that is compared with the one without drafts."""
+    batches = numbers("--batches", options.batches or (SHAPES_BATCHES if options.shapes else BATCHES))
+    if options.shapes is None:
+        tokenizer = load_tokenizer(find_model(str(engine.folder), "auto"))
+        by_batch = [real_loads(tokenizer, batch, options.tokens) for batch in batches]
+        yield from ((ON, load) for loads in zip(*by_batch, strict=True) for load in loads)
+        return
+    vocab_size = engine.core.config.model.spec.vocab_size
+    yield from ((ON, free_load(batch, options.tokens, vocab_size)) for batch in batches)
+    yield from ((ON, forced_load(batch, options.tokens, vocab_size, None)) for batch in batches)
+    for percent in options.chances.split(","):
+        for batch in batches:
+            yield KNOWN, forced_load(batch, options.tokens, vocab_size, int(percent) / 100)
+
+
 def _conditions(options: argparse.Namespace) -> list[str]:
+    if options.shapes:
+        return [
+            f"{options.shapes} with random weights on {options.device}; {options.tokens} tokens of a request, from the "
+            "first token on. Free text is sampled at temperature 1. Else a bias has each request write one token: "
+            "with drafts of suffixes and their defaults, which a step has where they pay; or with "
+            f"{options.drafts} known drafts of each row in every step but one of some 33.",
+            "The engines are on the device at once and take turns, each with its worker in a process of its own.",
+        ]
     return [
         f"Greedy completions of {options.tokens} tokens, from the first token on; the prompts are those of the "
         'benchmark. With drafts: `speculative={"method": "suffix"}` and its defaults. The engines take turns in one '
         "process, with the workers in it.",
         "Each round has a cache_salt of its own: what a round wrote is not there for the next one to draft from.",
-        "A draft costs: one row, and 64 rows, of 4,000 tokens that repeat themselves, without a model.",
+        "A draft costs: one row, and 64 rows, of 4,000 tokens that repeat themselves; and rows that had no drafts for "
+        "long. Without a model.",
     ]
 
 
-def _checks(case: str, samples: dict[str, list[float]], before: DraftStats, after: DraftStats) -> list[Check]:
-    ratio = median(on / off for on, off in zip(samples[ON], samples[OFF], strict=True))
+def _checks(
+    case: str, samples: dict[str, list[float]], name: str, before: DraftStats, after: DraftStats
+) -> list[Check]:
+    ratio = median(on / off for on, off in zip(samples[name], samples[OFF], strict=True))
     drafted = after.num_draft_tokens - before.num_draft_tokens
     accepted = after.num_accepted_tokens - before.num_accepted_tokens
     share = f"{accepted / drafted:.0%} of {drafted:,}" if drafted else "none were made"
@@ -110,51 +140,41 @@ def _checks(case: str, samples: dict[str, list[float]], before: DraftStats, afte
     ]
 
 
-class _Load(NamedTuple):
-    prompt: str
-    batch: int
-    num_tokens: int
-    case: str
-
-
-def _rate(engines: Mapping[str, _Engine], one: _Load, name: str, round_: int) -> float:
-    return engines[name].rate(one, f"{one.case} {round_}")
+def _rate(engines: Mapping[str, _Engine], load: Load, name: str, round_: int) -> float:
+    return engines[name].rate(load, f"{load.case} {round_}")
 
 
 class _Engine:
-    def __init__(self, model: Path, device: str, has_drafts: bool) -> None:
-        config = EngineConfig.from_options(
-            model=str(model),
-            device=device,
-            max_model_len=2048,
-            kv_cache_bytes=1 << 28,
-            executor="uniproc",
-            speculative={"method": "suffix"} if has_drafts else None,
-        )
-        self.core = EngineCore(config)
-        self._tokenizer = load_tokenizer(find_model(str(model), "auto"))
+    def __init__(self, folder: Path, options: argparse.Namespace, name: str) -> None:
+        speculative = SPECULATIVE[name]
+        if name == KNOWN:
+            speculative = {**speculative, "num_drafts": options.drafts}
+        of_shapes: dict[str, Any] = {}
+        if options.shapes:
+            of_shapes = {"load_format": "dummy", "executor": "multiproc"}
+            of_shapes |= {"kv_cache_bytes": 4 << 30, "dtype": "bfloat16"} if options.device == "cuda" else {}
+        given = {"kv_cache_bytes": 1 << 28, "executor": "uniproc", "max_model_len": 2048} | of_shapes
+        config = EngineConfig.from_options(model=str(folder), device=options.device, speculative=speculative, **given)
+        self.core, self.folder = EngineCore(config), folder
         self._num_requests = 0
-        self.rate(_Load(PROMPTS["free text"], 2, 8, "warm-up"), "warm-up")
+        self.rate(free_load(2, 8, config.model.spec.vocab_size), "warm-up")
 
     def drafts(self) -> DraftStats:
         return self.core.step_metrics().drafts or DraftStats(0, 0, [])
 
-    def rate(self, one: _Load, salt: str) -> float:
+    def rate(self, load: Load, salt: str) -> float:
         """Tokens a second of all requests, from the step that computed the last prompt on."""
-        prompt, batch, num_tokens, _ = one
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        for index in range(batch):
+        for prompt in load.prompts:
             self._num_requests += 1
-            place = _PLACES[index % len(_PLACES)] + str(index // len(_PLACES) or "")
             request = EngineCoreRequest(
                 request_id=str(self._num_requests),
-                prompt_token_ids=self._tokenizer.encode(prompt.format(place)),
-                sampling_params=params,
+                prompt_token_ids=prompt,
+                sampling_params=load.params,
                 arrival_s=time.monotonic(),
                 cache_salt=salt,
             )
             self.core.add_request(request)
-        began, left, num_written = 0.0, batch, 0
+        began, left, num_written = 0.0, len(load.prompts), 0
         while self.core.has_unfinished:
             outputs = self.core.step().outputs
             new = sum(len(output.new_token_ids) for output in outputs)
@@ -167,6 +187,10 @@ class _Engine:
 
 
 def _cost_of_drafts() -> Check:
-    costs = {num_rows: microseconds(num_rows) for num_rows in (1, 64)}
-    value = ", ".join(f"{cost:.0f} µs for {num_rows} row{'s' * (num_rows > 1)}" for num_rows, cost in costs.items())
+    kinds = [(1, True), (64, True), (1, False), (64, False)]
+    costs = {kind: microseconds(*kind) for kind in kinds}
+    value = ", ".join(
+        f"{cost:.0f} µs for {num_rows}{'' if repeats else ' idle'} row{'s' * (num_rows > 1)}"
+        for (num_rows, repeats), cost in costs.items()
+    )
     return Check(name="drafts of a step", value=value, data=[round(cost, 1) for cost in costs.values()])

@@ -15,10 +15,11 @@ __all__ = ["microseconds"]
 MAX_LEN, PERIOD, STEPS = 4096, 1500, 200
 
 
-def microseconds(num_rows: int) -> float:
-    """The median time of a step's drafts."""
+def microseconds(num_rows: int, repeats: bool = True) -> float:
+    """The median time of a step's drafts, of texts that repeat themselves or that never do."""
     once = np.random.default_rng(0).integers(0, 50_000, (num_rows, PERIOD))
-    rows = SimpleNamespace(token_ids=np.tile(once, 3)[:, :MAX_LEN].astype(np.int32))
+    text = np.tile(once, 3)[:, :MAX_LEN] if repeats else np.arange(num_rows * MAX_LEN).reshape(num_rows, MAX_LEN)
+    rows = SimpleNamespace(token_ids=text.astype(np.int32))
     rows.num_tokens, rows.num_prompt_tokens = np.full((2, num_rows), MAX_LEN - 2 * STEPS - 10)
     speculation = SimpleNamespace(num_drafts=8, min_match=3, shared_tokens=1 << 18)
     config = SimpleNamespace(scheduler=SimpleNamespace(speculation=speculation))
