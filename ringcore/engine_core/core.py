@@ -119,7 +119,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         of_experts = self._calls.submit, self._operations, self._memory.states, gate, lambda: self._steps.num_completed
         self._experts = ExpertBalance(config.parallel, *of_experts)
         self.note_send = self._steps.note_send
-        parts = self._scheduler, self._steps.times, self._grammars, self._pending_outputs
+        parts = self._scheduler, self._steps.times, self._steps.drafts, self._grammars, self._pending_outputs
         self._operator_calls = OperatorCalls(self, *parts, clock)
 
     # -----------------------------------------------------------------------------------------------------------

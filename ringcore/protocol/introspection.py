@@ -143,3 +143,5 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     num_preemptions: int
     num_prefix_hit_tokens: int
     num_prefix_query_tokens: int
+    num_draft_tokens: int | None = None  # that the model verified; None: without speculative decoding
+    num_accepted_tokens: int | None = None  # of these, the accepted ones

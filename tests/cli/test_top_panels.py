@@ -134,6 +134,15 @@ def test_tokens_since_the_sample_before():
     assert "preemptions 22, 5/s" in lines(view_of(first, Sample(more)), "tokens")
 
 
+def test_drafts_where_the_engine_has_any():
+    first = sample(num_draft_tokens=4000, num_accepted_tokens=1000)
+    more = later(first, num_draft_tokens=5000, num_accepted_tokens=1800)
+    assert lines(view_of(first, more), "tokens", 40)[4] == "drafts      80% right (36% of 5,000)"
+    assert (
+        lines(view_of(sample(num_draft_tokens=0, num_accepted_tokens=0)), "tokens")[4] == "drafts      - right (- of 0)"
+    )
+
+
 def test_the_first_sample_has_the_engines_own_rates():
     assert lines(view_of(sample()), "tokens")[:3] == [
         "generated   6,120/s",

@@ -227,6 +227,7 @@ def test_a_snapshot_survives_the_wire(folder):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=EngineSnapshot) == found
     assert (found.health.paused, found.health.state, len(found.blocks.cells)) == ("new", "ready", 8)
     assert (found.about.model, found.about.num_blocks, found.about.max_num_seqs) == (folder, 40, 256)
+    assert (found.num_draft_tokens, found.num_accepted_tokens) == (None, None), "it has no drafts"
     assert found.cpu_s > 0
     assert found.resident_bytes > 1 << 20
     assert "Thread" in call(core, "stack") or "thread" in call(core, "stack")

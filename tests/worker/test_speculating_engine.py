@@ -115,6 +115,11 @@ def check(core: EngineCore, plain: list[list[int]], is_short: bool, times: int =
         assert drafts is not None
         assert drafts.num_draft_tokens >= drafts.num_drafts > 0
         assert drafts.num_accepted_tokens > 20
+        seen = core._operator_calls.snapshot()
+        assert (seen.num_draft_tokens, seen.num_accepted_tokens) == (
+            drafts.num_draft_tokens,
+            drafts.num_accepted_tokens,
+        )
     finally:
         core.shutdown()
 

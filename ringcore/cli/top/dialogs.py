@@ -30,6 +30,7 @@ Requests   held: while it is found out which request kills workers
            compiling: their grammar is
 Tokens     generated: sampled; computed: all of a step, prompts too
            prefix hits: found in the cache, now (and since the start)
+           drafts: of speculative decoding, those that were accepted
 Steps      launch: to the workers; wait: for them; send: to the client
            step: from the end of one to the end of the next
 KV cache   a character shows what most of its blocks are

@@ -124,6 +124,10 @@ def _tokens(view: View, sample: Sample, width: int, height: int) -> Lines:
         _pair("prefix hits", f"{share(None if pace is None else pace.prefix_hit_rate)} ({share(ever)})"),
         _pair("preemptions", f"{count(engine.num_preemptions)}{_per_second(pace)}"),
     ]
+    if engine.num_draft_tokens is not None:
+        drafted, now = engine.num_draft_tokens, None if pace is None else pace.draft_acceptance
+        right = (engine.num_accepted_tokens or 0) / drafted if drafted else None
+        lines.append(_pair("drafts", f"{share(now)} right ({share(right)} of {count(drafted)})"))
     room = height - len(lines)
     if room > 0 and view.token_rates:
         lines += [Text(line, style="cyan") for line in sparkline(view.token_rates, width, room)]

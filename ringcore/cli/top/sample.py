@@ -37,6 +37,7 @@ class Pace(msgspec.Struct, frozen=True):
     steps_per_s: float
     preemptions_per_s: float
     prefix_hit_rate: float | None  # of the prompt tokens that were looked up; None: none were
+    draft_acceptance: float | None  # of the drafts that were verified; None: none were
     engine_cpu: float | None
     worker_cpu: dict[int, float]  # by rank
 
@@ -49,6 +50,8 @@ def pace_between(before: Sample, after: Sample) -> Pace | None:
         return None
     queried = new.num_prefix_query_tokens - old.num_prefix_query_tokens
     hit = new.num_prefix_hit_tokens - old.num_prefix_hit_tokens
+    drafted = (new.num_draft_tokens or 0) - (old.num_draft_tokens or 0)
+    accepted = (new.num_accepted_tokens or 0) - (old.num_accepted_tokens or 0)
     return Pace(
         seconds=seconds,
         generated_tokens_per_s=(new.num_generated_tokens - old.num_generated_tokens) / seconds,
@@ -56,6 +59,7 @@ def pace_between(before: Sample, after: Sample) -> Pace | None:
         steps_per_s=(new.num_steps - old.num_steps) / seconds,
         preemptions_per_s=(new.num_preemptions - old.num_preemptions) / seconds,
         prefix_hit_rate=hit / queried if queried > 0 else None,
+        draft_acceptance=accepted / drafted if drafted > 0 else None,
         engine_cpu=(new.cpu_s - old.cpu_s) / seconds,
         worker_cpu=_worker_cpu(before, after, seconds),
     )

@@ -14,6 +14,7 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.admin.step_times import StepTimes
 from ringcore.errors import InvalidRequestError
 from ringcore.host.resources import resident_bytes
+from ringcore.metrics.draft_log import DraftLog
 from ringcore.protocol.introspection import (
     MAX_CELLS,
     MAX_REQUESTS,
@@ -68,25 +69,27 @@ class Engine(Protocol):
 
 
 class OperatorCalls:
-    """One engine's. scheduler, times, gate: its parts. pending_outputs: receives the last outputs of aborted requests,
-    for their readers. now: its clock."""
+    """One engine's. scheduler, times, drafts, gate: its parts. pending_outputs: receives the last outputs of aborted
+    requests, for their readers. now: its clock."""
 
     def __init__(
         self,
         engine: Engine,
         scheduler: Scheduler,
         times: StepTimes,
+        drafts: DraftLog,
         gate: Gate,
         pending_outputs: list[EngineCoreOutput],
         now: Callable[[], float],
     ) -> None:
         self._engine, self._scheduler, self._times, self._gate = engine, scheduler, times, gate
         self._pending_outputs, self._now = pending_outputs, now
-        self._started_s = now()
+        self._started_s, self._drafts = now(), drafts
 
     def snapshot(self, max_requests: int = _REQUESTS, max_cells: int = _CELLS, num_steps: int = 0) -> EngineSnapshot:
         """All of the calls below at one moment, with the engine's health and its counts since the start."""
         stats, (num_scheduled, num_sampled) = self._scheduler.stats(), self._times.num_tokens
+        drafts = self._drafts.stats()
         return EngineSnapshot(
             about=self.about(),
             health=self._engine.health(),
@@ -102,6 +105,8 @@ class OperatorCalls:
             num_preemptions=stats.num_preemptions,
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
             num_prefix_query_tokens=stats.num_prefix_query_tokens,
+            num_draft_tokens=None if drafts is None else drafts.num_draft_tokens,
+            num_accepted_tokens=None if drafts is None else drafts.num_accepted_tokens,
         )
 
     def about(self) -> EngineAbout:

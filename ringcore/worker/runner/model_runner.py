@@ -79,7 +79,7 @@ class ModelRunner:
             proposer=make_proposer(config, self.rows) if may_draft else None,
         )
         self.launcher = launcher(self._stages, config, kv_cache_config)
-        self._kv_cache_config, self._most_positions = kv_cache_config, config.scheduler.max_sampled_positions
+        self._kv_cache_config = kv_cache_config
         self._tracer = tracer
 
     @torch.inference_mode()
@@ -121,7 +121,8 @@ class ModelRunner:
         plan = self._kv_cache_config
         block_size = max(group.spec.block_size for group in plan.groups)
         most = min(plan.max_model_len, (plan.num_blocks // len(plan.groups) - 1) * block_size)
-        costs = measure_costs(self.launcher, min(most, self._most_positions), stages.device, tp)
+        most = min(most, stages.proposer.config.scheduler.max_sampled_positions)
+        costs = measure_costs(self.launcher, most, stages.device, tp)
         if costs is not None:
             stages.proposer.learn_costs(costs)
 
