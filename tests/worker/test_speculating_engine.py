@@ -26,7 +26,7 @@ REPEATED = [5, 17, 80, 3, 44, 9, 61] * 3
 PROMPTS = [REPEATED, REPEATED[:16], [11, 60, 23, 11, 60, 23], [7, 7, 7, 7, 7], REPEATED[2:], [90, 12, 33]]
 
 
-def params(index: int) -> SamplingParams:
+def params(index: int, max_tokens: int) -> SamplingParams:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0, "logit_bias": {5: 60.0}},  # writes it alone: its drafts are right
@@ -35,19 +35,19 @@ def params(index: int) -> SamplingParams:
         {"temperature": 1.0, "seed": 9, "top_p": 0.9, "stop_token_ids": [44, 45, 46]},
         {"temperature": 0, "bad_words": ["a b"]},
     ]
-    return SamplingParams(**{"max_tokens": 40, **kinds[index]})
+    return SamplingParams(**{"max_tokens": max_tokens, **kinds[index]})
 
 
-def write(core: EngineCore, salt: str) -> list[list[int]]:
+def write(core: EngineCore, salt: str, num_requests: int = len(PROMPTS), max_tokens: int = 40) -> list[list[int]]:
     written: dict[str, list[int]] = {}
-    for index, prompt in enumerate(PROMPTS):
+    for index, prompt in enumerate(PROMPTS[:num_requests]):
         request_id = f"{salt}-{index}"
         written[request_id] = []
         core.add_request(
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=prompt,
-                sampling_params=params(index),
+                sampling_params=params(index, max_tokens),
                 arrival_s=time.monotonic(),
                 cache_salt=salt,
                 bad_words_token_ids=[[60, 23]] if index == 5 else [],
@@ -91,7 +91,12 @@ def test_an_engine_with_drafts_writes_the_same(
     tiny_llama: tuple[str, Any], plain: list[list[int]], options: dict[str, Any]
 ) -> None:
     core = engine(tiny_llama[0], speculative=SUFFIX, **options)
-    check(core, plain, "num_blocks_override" in options)
+    try:
+        assert write(core, "first") == plain
+        assert write(core, "first") == plain  # by what the first wrote
+        check(core, "num_blocks_override" in options)
+    finally:
+        core.shutdown()
 
 
 def test_the_runner_of_a_gpu_with_drafts_writes_the_same(
@@ -100,28 +105,23 @@ def test_the_runner_of_a_gpu_with_drafts_writes_the_same(
     """By interpreted kernels, two steps in flight."""
     rows_on_device(monkeypatch, plans_on_device=True)
     monkeypatch.setattr(draft_costs, "COST_SIZES", (1, 2))
-    options = {"steps_in_flight": 2, "num_blocks_override": 24, "max_model_len": 64}
-    check(engine(tiny_llama[0], executor="uniproc", speculative=FREE, **options), plain, True, times=1)
-
-
-def check(core: EngineCore, plain: list[list[int]], is_short: bool, times: int = 2) -> None:
-    """The second time also by what the first wrote."""
+    options = {"steps_in_flight": 2, "num_blocks_override": 18, "max_model_len": 44}
+    core = engine(tiny_llama[0], executor="uniproc", speculative=FREE, **options)
     try:
-        for _ in range(times):
-            assert write(core, "first") == plain
-        assert core.stats().num_free_blocks >= core.ready.num_blocks - 1
-        assert (core.stats().num_preemptions > 0) == is_short
-        drafts = core.step_metrics().drafts
-        assert drafts is not None
-        assert drafts.num_draft_tokens >= drafts.num_drafts > 0
-        assert drafts.num_accepted_tokens > 20
-        seen = core._operator_calls.snapshot()
-        assert (seen.num_draft_tokens, seen.num_accepted_tokens) == (
-            drafts.num_draft_tokens,
-            drafts.num_accepted_tokens,
-        )
+        assert write(core, "first", 4, max_tokens=16) == [one[:16] for one in plain[:4]]
+        check(core, is_short=True)
     finally:
         core.shutdown()
+
+
+def check(core: EngineCore, is_short: bool) -> None:
+    assert core.stats().num_free_blocks >= core.ready.num_blocks - 1
+    assert (core.stats().num_preemptions > 0) == is_short
+    drafts, seen = core.step_metrics().drafts, core.engine_call("snapshot")()
+    assert drafts is not None
+    assert drafts.num_draft_tokens >= drafts.num_drafts > 0
+    assert drafts.num_accepted_tokens > 20
+    assert (seen.num_draft_tokens, seen.num_accepted_tokens) == (drafts.num_draft_tokens, drafts.num_accepted_tokens)
 
 
 def test_drafts_are_counted_by_their_place() -> None:
@@ -148,6 +148,16 @@ def test_drafts_are_counted_by_their_place() -> None:
 def test_what_cannot_be_served_is_refused(tiny_llama: tuple[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_options(model=tiny_llama[0], **OPTIONS | options)
+
+
+def test_a_gpu_serves_it_by_a_backend_that_plans_on_the_device(
+    tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig.from_options(model=tiny_llama[0], device="cuda", speculative=SUFFIX)
+    assert config.scheduler.max_steps_in_flight == 2
+    rows_on_device(monkeypatch, plans_on_device=False)
+    with pytest.raises(ConfigError, match=r"speculative=.* plans its steps on the host.*attention_backend='triton'"):
+        engine(tiny_llama[0], executor="uniproc", speculative=SUFFIX)
 
 
 def test_an_unknown_field_names_the_nearest(tiny_llama: tuple[str, Any]) -> None:

@@ -79,8 +79,7 @@ class ModelRunner:
             proposer=make_proposer(config, self.rows) if may_draft else None,
         )
         self.launcher = launcher(self._stages, config, kv_cache_config)
-        self._kv_cache_config = kv_cache_config
-        self._tracer = tracer
+        self._kv_cache_config, self._tracer = kv_cache_config, tracer
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> LaunchedSteps:
