@@ -210,7 +210,7 @@ class _FewBytes(CpuPlatform):
 def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog, monkeypatch):
     config = config_of(tiny_llama[0])
 
-    def fail(*args):
+    def fail(*args, **options):
         raise ArithmeticError("in the runner")
 
     monkeypatch.setattr(kernel_warm_up, "ModelRunner", fail)
