@@ -23,10 +23,10 @@ _QUIET_S = 0.5
 class IdleWork:
     """One graph at a time, so that a new request waits for at most one capture. After start-up it begins at once; after
     any other work of the engine, only once the engine has been quiet for a while. Captures follow each other without a
-    pause. In an engine that is never quiet for that long, steps capture the graphs they need.
+    pause. In an engine that is never quiet for that long, steps capture the graphs that they miss often.
 
-    A step whose size has no graph yet captures it itself; so nothing depends on this work, and an error in it is logged
-    and ends it. It starts over with new workers.
+    A step whose size has no graph yet takes a larger one, or none; so nothing depends on this work, and an error in it
+    is logged and ends it. It starts over with new workers.
 
     Invariant: `_future` is the call in flight, if any, to the workers that `_ready` describes, and is checked only
     while the engine is idle: checking any future drains the replies of all, for which the loop may be polling.
@@ -85,4 +85,4 @@ class IdleWork:
             raise
         except Exception:
             self._num_left = 0
-            _log.warning("a CUDA graph could not be captured; steps capture the missing ones on use", exc_info=True)
+            _log.warning("a CUDA graph could not be captured; steps capture those that they miss often", exc_info=True)

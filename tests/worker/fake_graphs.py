@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["Replayed", "decode_graphs_on_cpu"]
+__all__ = ["Replayed", "capture_at_once", "decode_graphs_on_cpu"]
 
 
 class Replayed:
@@ -37,6 +37,14 @@ def captured(
 
 def _as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result or ())
+
+
+def capture_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step captures the graph that it misses, as one of a busy engine does in the end."""
+    from ringcore.worker.runner import graph_demand
+
+    monkeypatch.setattr(graph_demand, "_MISSES", 1)
+    monkeypatch.setattr(graph_demand, "_STEPS_APART", 0)
 
 
 def decode_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import fake_graphs
 import pytest
 import torch
 from device_runner import rows_on_device
-from fake_graphs import decode_graphs_on_cpu
+from fake_graphs import capture_at_once, decode_graphs_on_cpu
 from step_driver import admit, decode, engine_call, make_config, run, sampled, start
 
 from ringcore.worker.worker import Worker
@@ -24,6 +24,7 @@ def worker(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     """Five sizes of decoding steps, of which the smallest is there; no mixed ones: a CPU's backend plans none."""
     rows_on_device(monkeypatch, plans_on_device=True)
     decode_graphs_on_cpu(monkeypatch)
+    capture_at_once(monkeypatch)
     from ringcore.worker.runner import decode_graphs
 
     monkeypatch.setattr(decode_graphs, "_COMMON_SIZES", (1,))
@@ -55,7 +56,7 @@ def test_common_sizes_are_there_before_the_first_request(
     rows_on_device(monkeypatch, plans_on_device=True)
     decode_graphs_on_cpu(monkeypatch)
     worker = start(Worker(make_config(tiny_llama[0], max_num_seqs=9), 0, None))
-    assert decode_sizes(worker) == [1, 8, 4, 2], "but for that of the first dummy step, the largest first"
+    assert decode_sizes(worker) == [8, 4, 2, 1], "the largest first"
     assert worker.stats()["num_graphs_left"] == 1
     worker.shutdown()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from device_runner import PlansOnDevice, rows_on_device
-from fake_graphs import captured
+from fake_graphs import capture_at_once, captured
 from step_driver import admit, decode, make_config, plan, run, sampled
 
 from ringcore.attention.metadata import AttentionMetadata
@@ -72,13 +72,12 @@ class PlansMixed(PlansOnDevice):
 def worker(tiny_mixed: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     """Mixed steps of up to 8 tokens are graphs of 2, 4 and 8; one is not there before a step misses it."""
     rows_on_device(monkeypatch, plans_on_device=True, backend=PlansMixed)
-    from ringcore.worker.runner import graph_capture, graph_demand
+    from ringcore.worker.runner import graph_capture
     from ringcore.worker.runner.mixed_graphs import MixedGraphs
 
     monkeypatch.setattr(graph_capture, "capture", captured)
     monkeypatch.setattr(graph_capture, "_MIXED_SIZES", SIZES)
-    monkeypatch.setattr(graph_demand, "_MISSES", 1)
-    monkeypatch.setattr(graph_demand, "_STEPS_APART", 0)
+    capture_at_once(monkeypatch)
     worker = Worker(make_config(tiny_mixed[0]), 0, None)
     worker.init_device()
     worker.load_model()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from device_runner import rows_on_device
+from fake_graphs import capture_at_once
 from step_driver import admit, make_config, run, start
 
 from ringcore.params.sampling_params import SamplingParams
@@ -69,6 +70,7 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
         return Replayed(work), result  # what it returned itself, not a copy
 
     pools: list[Any] = []
+    capture_at_once(monkeypatch)
     monkeypatch.setattr(graph_capture, "capture", captured)
     monkeypatch.setattr(device_launcher, "DecodeStep", decode_graphs.DecodeGraphs)
     worker = worker_of()
@@ -84,6 +86,33 @@ def test_sizes_share_their_logits(worker_of: Callable[[], Worker], monkeypatch: 
         logits, _ = graph.results
         assert logits.shape == (size, 97)
         assert logits.data_ptr() == graphs._logits.data_ptr()
+    worker.shutdown()
+
+
+def test_a_step_whose_graph_is_missing_takes_a_larger_one_or_none(
+    worker_of: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ringcore.worker.runner import decode_graphs, device_launcher, graph_capture
+
+    eager = worker_of()
+    expected = outputs(eager)
+    eager.shutdown()
+    replayed: list[int] = []
+
+    def captured(work: Callable[[], Any], pool: Any, after_warm_up: Callable[[], object] = lambda: None) -> Any:
+        result = work()
+        after_warm_up()
+        return Replayed(lambda: replayed.append(len(work()[1]))), result
+
+    monkeypatch.setattr(graph_capture, "capture", captured)
+    monkeypatch.setattr(device_launcher, "DecodeStep", decode_graphs.DecodeGraphs)
+    monkeypatch.setattr(decode_graphs, "_COMMON_SIZES", (2,))
+    worker = worker_of()
+    assert_same(outputs(worker), expected)
+    graphs: Any = worker._runner
+    graphs = graphs.launcher._decode
+    assert (set(graphs._graphs), set(graphs._logits_graphs)) == ({2}, set())
+    assert replayed == [2, 2]  # of one row, and of two; those of 3 and 5 are launched, as those are that are adjusted
     worker.shutdown()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from ringcore.worker.rows.device_rows import DeviceRows
 from ringcore.worker.runner import graph_capture
 from ringcore.worker.runner.decode_step import DecodeStep
 from ringcore.worker.runner.graph_capture import graph_sizes
+from ringcore.worker.runner.graph_demand import GraphDemand
 from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.runner.stage_port import StagePort
 
@@ -30,8 +31,9 @@ __all__ = ["DecodeGraphs"]
 _log = logging.getLogger(__name__)
 
 # The sizes of `graph_sizes` that are captured before the first request; the others are captured while the engine is
-# idle, or when a step needs them.
+# idle, or by steps, see `GraphDemand`.
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_MOST_PADDING = 2  # of a missing size: the graph of one so many times as large is faster than single launches
 
 
 class _Captured(NamedTuple):
@@ -55,6 +57,7 @@ class DecodeGraphs(DecodeStep):
         self._has_drafts = layout.max_drafted > 0
         self._graphs: dict[int, _Captured] = {}
         self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size: up to the logits
+        self._demand, self._logits_demand = GraphDemand(), GraphDemand()
 
     def warm_up(self) -> None:
         """Captures the common sizes, the largest first, so that the smaller ones reuse its pool memory."""
@@ -82,21 +85,27 @@ class DecodeGraphs(DecodeStep):
     def launch(self, scheduled: np.ndarray) -> tuple[torch.Tensor, ...]:
         n = len(scheduled)
         size = _padded(self._sizes, n)
-        if size not in self._graphs:
+        if size not in self._graphs and self._demand.is_due(size):
             self._capture_step(size)
+        size = _nearest(self._graphs, size)
         self._set_rows(scheduled)
         self._ring.launched()
-        captured = self._graphs[size]
+        captured = self._graphs.get(size)
+        if captured is None:
+            return tuple(result[:n] for result in self._run(size))
         captured.graph.replay()
         return tuple(result[:n] for result in captured.results)
 
-    def _prepare_logits(self, num_places: int) -> None:
+    def _prepare_logits(self, num_places: int, must_capture: bool = False) -> None:
         size = _padded(self._logits_sizes, num_places)
-        if size not in self._logits_graphs:
+        if size not in self._logits_graphs and (must_capture or self._logits_demand.is_due(size)):
             self._capture_logits(size)
 
     def _launch_logits(self, num_places: int) -> torch.Tensor:
-        self._logits_graphs[_padded(self._logits_sizes, num_places)].replay()
+        size = _nearest(self._logits_graphs, _padded(self._logits_sizes, num_places))
+        if size not in self._logits_graphs:
+            return self._run_logits(size)[:num_places]
+        self._logits_graphs[size].replay()
         assert self._logits is not None
         return self._logits[:num_places]
 
@@ -117,6 +126,11 @@ class DecodeGraphs(DecodeStep):
 
     def _write_logits(self, size: int) -> None:
         self._run_logits(size)
+
+
+def _nearest(graphs: Mapping[int, object], size: int) -> int:
+    """The smallest size with a graph that is not much larger, or the size itself."""
+    return min((other for other in graphs if size <= other <= _MOST_PADDING * size), default=size)
 
 
 def _padded(sizes: Sequence[int], num_places: int) -> int:

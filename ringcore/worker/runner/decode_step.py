@@ -76,13 +76,14 @@ class DecodeStep:
 
     def launch_padding(self, num_places: int, max_drafts: int) -> int:
         """Launches a step with drafts of so many places, but without rows -> its number in the ring."""
-        self._prepare_logits(num_places)
+        self._prepare_logits(num_places, must_capture=True)
         self._set_rows(int_array())
         self.finish_drafts(*self.draw(self._launch_logits(num_places)), max_drafts, is_adjusted=False)
         return self._ring.num_launched
 
-    def _prepare_logits(self, num_places: int) -> None:
-        """Before the rows of a step up to its logits are set."""
+    def _prepare_logits(self, num_places: int, must_capture: bool = False) -> None:
+        """Before the rows of a step up to its logits are set. must_capture: its graph, where there are some, so that
+        its time is that of later steps."""
 
     def _launch_logits(self, num_places: int) -> torch.Tensor:
         return self._run_logits(num_places)
