@@ -201,8 +201,3 @@ INLINE f32x16 number_at(int kind, const Group *group, int i) {
     if (has_zeros(kind)) return code - group->zeros;
     return zero_of(kind) ? code - (float)zero_of(kind) : code;
 }
-
-INLINE void set_minima(int kind, Group *group) {  // where a kind has zeros: weight = code * scale - minimum
-    if (has_zeros(kind)) group->minima = group->scales[0] * group->zeros;
-    else if (!has_minima(kind)) group->minima = group->scales[0] * (float)zero_of(kind);
-}

@@ -28,7 +28,7 @@ typedef struct {
     float eps;
     int32_t epilogue, form, x_kind, y_kind;
     uint8_t *packed;
-    atomic_long next_tile, next_run;
+    atomic_long next_tile, next_runs;
 } Call;
 
 INLINE int64_t tile_at(int64_t row, int64_t num_rows) {  // rows of the tile that starts there
@@ -46,13 +46,14 @@ INLINE int64_t row_words(const Matrix *matrix, int32_t form) {  // of floats and
 }
 
 // Two vectors of one row to the nearest of 255 equidistant numbers, the largest of them and 0 among those.
-static void round_group(const float *x, int R, int32_t *out) {
+static void round_group(const float *x, int kind, int R, int32_t *out) {
     int32_t bits[GROUP], largest = 0;
     memcpy(bits, x, sizeof bits);
     for (int i = 0; i < GROUP; i++) largest = (bits[i] & 0x7fffffff) > largest ? bits[i] & 0x7fffffff : largest;
     float most, *of_row = (float *)out + 8 * R;
     memcpy(&most, &largest, 4);
-    float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0, sums[2];
+    float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0;
+    int32_t sums[3];
     for (int half = 0; half < 2; half++) {
         // Adding 1.5 * 2^23 rounds to an integer, which is then in the lowest bits.
         i32x16 codes = (i32x16)(floats_of(x + LANES * half) * inverse + splat(12582912.0f)) - 0x4b400000;
@@ -61,12 +62,14 @@ static void round_group(const float *x, int R, int32_t *out) {
         memcpy(words, &bytes, 16);
         for (int i = 0; i < 4; i++) out[(4 * half + i) * R] = words[i];
         for (int i = 0; i < LANES; i++) sum += codes[i];
-        sums[half] = scale * (float)sum;
+        sums[half] = sum;
     }
     of_row[0] = scale;
-    of_row[R] = sums[0];
-    of_row[2 * R] = sums[1];
-    of_row[3 * R] = sums[0] + sums[1];
+    sums[2] = sums[0] + sums[1];
+    for (int i = 0; i < 3; i++) {
+        if (has_minima(kind)) of_row[(1 + i) * R] = scale * (float)sums[i];
+        else out[(9 + i) * R] = -zero_of(kind) * sums[i];
+    }
 }
 
 static void pair_group_of_row(const float *x, int R, float *out) {
@@ -133,7 +136,7 @@ static void pack_row(const Call *call, const uint8_t *x, int R, float *out) {
     for (int64_t first = 0; first < n; first += GROUP) {
         float *of_group = out + first / GROUP * group_words(call->form) * R;
         inputs_at(call, x, first, factor, values);
-        if (call->form == ROUNDED) round_group(values, R, (int32_t *)of_group);
+        if (call->form == ROUNDED) round_group(values, call->matrix->kind, R, (int32_t *)of_group);
         else if (call->form == PAIRS) pair_group_of_row(values, R, of_group);
         else for (int i = 0; i < GROUP; i++) of_group[i * R] = values[i];
     }
@@ -169,57 +172,70 @@ static const RowProduct ROW_PRODUCTS[][E4M3 + 1] = {
 static const Unpack UNPACK_CHUNK[][E4M3 + 1] = {
     [FLOATS] = {OF_KINDS(EXPAND)}, [ROUNDED] = {OF_FILES(UNPACK)}, [PAIRS] = {OF_KINDS(PAIR)}};
 
-static void tile(int R, const Call *call, const Chunk *chunk, int num_groups, const float *x, float *sums) {
-    int kind = call->matrix->kind, with_minima = has_minima(kind) || kind == NIBBLES;
-#define TILE_OF(N)                                                                                                   \
-    case N:                                                                                                          \
-        if (call->form == FLOATS) float_tile(N, chunk, num_groups, x, sums);                                         \
-        else if (call->form == ROUNDED && kind == Q6_K) rounded_tile(N, 1, chunk, num_groups, (const int32_t *)x, sums); \
-        else if (call->form == ROUNDED) rounded_tile(N, 0, chunk, num_groups, (const int32_t *)x, sums);             \
-        else if (kind == Q6_K) pair_tile(N, 1, 0, chunk, num_groups, (const uint32_t *)x, sums);                     \
-        else pair_tile(N, 0, with_minima, chunk, num_groups, (const uint32_t *)x, sums);                             \
+static void tile(int R, int S, const Call *call, const Chunk *chunks, int num_groups, const float *x, float *sums) {
+    int kind = call->matrix->kind, pair_minima = has_minima(kind) || kind == NIBBLES;
+    int64_t stride = LANES * call->num_rows;
+    const int32_t *words = (const int32_t *)x;
+    const uint32_t *pairs = (const uint32_t *)x;
+#define TILE_OF(N, S)                                                                                    \
+    case 2 * N + S:                                                                                      \
+        if (call->form == FLOATS) float_tile(N, S, chunks, num_groups, x, sums, stride);                 \
+        else if (call->form == ROUNDED && kind == Q6_K) rounded_tile(N, S, 1, 0, chunks, num_groups, words, sums, stride); \
+        else if (call->form == ROUNDED && has_minima(kind)) rounded_tile(N, S, 0, 1, chunks, num_groups, words, sums, stride); \
+        else if (call->form == ROUNDED) rounded_tile(N, S, 0, 0, chunks, num_groups, words, sums, stride); \
+        else if (kind == Q6_K) pair_tile(N, S, 1, 0, chunks, num_groups, pairs, sums, stride);           \
+        else pair_tile(N, S, 0, pair_minima, chunks, num_groups, pairs, sums, stride);                   \
         return;
-    switch (R) {
-        TILE_OF(1) TILE_OF(2) TILE_OF(4) TILE_OF(8) TILE_OF(16)
+    switch (2 * R + S) {
+        TILE_OF(1, 1) TILE_OF(1, 2) TILE_OF(2, 1) TILE_OF(2, 2) TILE_OF(4, 1) TILE_OF(4, 2)
+#if defined(__AVX512F__)
+        TILE_OF(8, 1) TILE_OF(8, 2)
+#endif
     }
 }
 
-static void integers(int R, const Run *run, int64_t num_groups, const int32_t *x, float *sums) {
-#define INTEGERS_OF(N) \
-    case N: integer_tile(N, run, num_groups, x, sums); return;
-    switch (R) {
-        INTEGERS_OF(1) INTEGERS_OF(2) INTEGERS_OF(4) INTEGERS_OF(8) INTEGERS_OF(16)
+static void integers(int R, int S, const Call *call, const Run *runs, const int32_t *x, float *sums) {
+    int64_t num_groups = call->matrix->num_inputs / GROUP, stride = LANES * call->num_rows;
+#define INTEGERS_OF(N, S) \
+    case 2 * N + S: integer_tile(N, S, runs, num_groups, x, sums, stride); return;
+    switch (2 * R + S) {
+        INTEGERS_OF(1, 1) INTEGERS_OF(1, 2) INTEGERS_OF(2, 1) INTEGERS_OF(2, 2) INTEGERS_OF(4, 1) INTEGERS_OF(4, 2)
+#if defined(__AVX512F__)
+        INTEGERS_OF(8, 1) INTEGERS_OF(8, 2)
+#endif
     }
 }
 
-// sums [num_rows][16] of 16 outputs.
-static void run_product(const Call *call, Run run, float *sums) {
+// sums [S][num_rows][16] of S runs.
+static void run_product(const Call *call, int S, const Run *runs, float *sums) {
     const Matrix *matrix = call->matrix;
     int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
     const float *packed = (const float *)call->packed;
-    if (call->form == INTEGERS) {
-        for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
-            rows = tile_at(row, call->num_rows);
-            integers((int)rows, &run, num_groups, (const int32_t *)packed + row * words, sums + LANES * row);
-        }
-        return;
-    }
-    if (call->num_rows == 1) {
-        f32x16 sum = ROW_PRODUCTS[call->form][matrix->kind](&run, num_groups, packed);
+    if (call->num_rows == 1 && call->form != INTEGERS) {
+        f32x16 sum = ROW_PRODUCTS[call->form][matrix->kind](runs, num_groups, packed);
         memcpy(sums, &sum, 64);
         return;
     }
-    Chunk chunk;
-    memset(sums, 0, 64 * call->num_rows);
+    if (call->form == INTEGERS) {
+        for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
+            rows = tile_at(row, call->num_rows);
+            integers((int)rows, S, call, runs, (const int32_t *)packed + row * words, sums + LANES * row);
+        }
+        return;
+    }
+    Chunk chunks[2];
+    int64_t per_block = LAYOUTS[matrix->kind].inputs / GROUP, run_bytes = LANES * LAYOUTS[matrix->kind].bytes;
+    memset(sums, 0, 64 * call->num_rows * S);
     for (int64_t first = 0; first < num_groups; first += CHUNK / GROUP) {
         int n = (int)(num_groups - first < CHUNK / GROUP ? num_groups - first : CHUNK / GROUP);
-        UNPACK_CHUNK[call->form][matrix->kind](&run, first, n, &chunk);
-        prefetch(run.blocks + (first + n) * GROUP / LAYOUTS[matrix->kind].inputs * LANES * LAYOUTS[matrix->kind].bytes,
-                 LANES * CHUNK / LAYOUTS[matrix->kind].inputs * LAYOUTS[matrix->kind].bytes);
+        for (int s = 0; s < S; s++) {
+            UNPACK_CHUNK[call->form][matrix->kind](&runs[s], first, n, &chunks[s]);
+            prefetch(runs[s].blocks + (first + n) / per_block * run_bytes, (CHUNK / GROUP + per_block - 1) / per_block * run_bytes);
+        }
         for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
             rows = tile_at(row, call->num_rows);
             const float *x = packed + row * words + first * group_words(call->form) * rows;
-            tile((int)rows, call, &chunk, n, x, sums + LANES * row);
+            tile((int)rows, S, call, chunks, n, x, sums + LANES * row);
         }
     }
 }
@@ -239,34 +255,40 @@ static Run run_at(const Matrix *matrix, int64_t first, uint8_t *scratch) {
     return run;
 }
 
-static void add_bias(const Call *call, int64_t first, int64_t n, float *sums) {
-    if (call->matrix->bias)
-        for (int64_t row = 0; row < call->num_rows; row++)
-            for (int64_t i = 0; i < n; i++) sums[LANES * row + i] += call->matrix->bias[first + i];
-}
-
-static void one_run(const Call *call, int64_t first, float *sums, uint8_t *scratch) {
-    const Matrix *matrix = call->matrix;
-    int64_t size = call->epilogue == SILU ? matrix->num_outputs / 2 : matrix->num_outputs;
+static void finish(const Call *call, int64_t first, float *sums) {  // one run
+    int64_t size = call->epilogue == SILU ? call->matrix->num_outputs / 2 : call->matrix->num_outputs;
     int64_t n = size - first < LANES ? size - first : LANES;
-    run_product(call, run_at(matrix, first, scratch), sums);
-    add_bias(call, first, n, sums);
-    if (call->epilogue == SILU) {
-        float *up = sums + LANES * call->num_rows;
-        run_product(call, run_at(matrix, size + first, scratch), up);
-        add_bias(call, size + first, n, up);
-        for (int64_t row = 0; row < call->num_rows; row++) {
-            f32x16 gate = floats_of(sums + LANES * row);
-            gate = gate / (1.0f + exp16(-gate)) * floats_of(up + LANES * row);
-            memcpy(sums + LANES * row, &gate, 64);
-        }
-    }
     for (int64_t row = 0; row < call->num_rows; row++) {
         uint8_t *y = call->y + (row * call->y_stride + first) * bytes_of_number(call->y_kind);
         const float *sum = sums + LANES * row;
         if (call->epilogue == ADD) for (int64_t i = 0; i < n; i++) ((float *)y)[i] += sum[i];
         else store_up_to(y, floats_of(sum), n, call->y_kind);
     }
+}
+
+// Two runs: neighbours, or those of gate and up. Of the last one there may be no second.
+static void two_runs(const Call *call, int64_t index, float *sums, uint8_t *scratch) {
+    const Matrix *matrix = call->matrix;
+    int64_t size = matrix->num_outputs, first[2] = {2 * LANES * index, 2 * LANES * index + LANES};
+    if (call->epilogue == SILU) first[0] = LANES * index, first[1] = size / 2 + LANES * index;
+    int S = first[1] < size ? 2 : 1;
+    Run runs[2];
+    for (int s = 0; s < S; s++) runs[s] = run_at(matrix, first[s], scratch);
+    float *second = sums + LANES * call->num_rows;
+    if (call->num_rows >= TILE) run_product(call, S, runs, sums);
+    else for (int s = 0; s < S; s++) run_product(call, 1, &runs[s], s ? second : sums);
+    for (int s = 0; s < S && matrix->bias; s++)
+        for (int64_t row = 0; row < call->num_rows; row++)
+            for (int64_t i = 0; i < LANES && first[s] + i < size; i++)
+                (s ? second : sums)[LANES * row + i] += matrix->bias[first[s] + i];
+    if (call->epilogue == SILU)
+        for (int64_t row = 0; row < call->num_rows; row++) {
+            f32x16 gate = floats_of(sums + LANES * row);
+            gate = gate / (1.0f + exp16(-gate)) * floats_of(second + LANES * row);
+            memcpy(sums + LANES * row, &gate, 64);
+        }
+    finish(call, first[0], sums);
+    if (S == 2 && call->epilogue != SILU) finish(call, first[1], second);
 }
 
 static void pack_tiles(void *data) {  // what each thread does first
@@ -285,11 +307,10 @@ static void pack_tiles(void *data) {  // what each thread does first
 static void multiply_runs(void *data) {  // and then
     Call *call = data;
     const Matrix *matrix = call->matrix;
-    int64_t size = call->epilogue == SILU ? matrix->num_outputs / 2 : matrix->num_outputs;
-    int64_t num_runs = (size + LANES - 1) / LANES;
+    int64_t num_tiles = (matrix->num_outputs + 2 * LANES - 1) / (2 * LANES);
     float *sums = aligned_alloc(64, 2 * 64 * call->num_rows);
     uint8_t *scratch = aligned_alloc(64, (LANES * matrix->row_bytes + 63) / 64 * 64);
-    for (long run; (run = atomic_fetch_add(&call->next_run, 1)) < num_runs;) one_run(call, LANES * run, sums, scratch);
+    for (long i; (i = atomic_fetch_add(&call->next_runs, 1)) < num_tiles;) two_runs(call, i, sums, scratch);
     free(sums);
     free(scratch);
 }
