@@ -46,25 +46,26 @@ typedef struct {
     int shift;             // a scale is of 2^shift groups
 } Run;
 
-// Up to 16 rows from `rows` into `run`, 16 times row_bytes; what has no row stays as it is there.
-static void interleave(int kind, const uint8_t *rows, int num_rows, int64_t row_bytes, uint8_t *run) {
-    const Layout *layout = &LAYOUTS[kind];
-    for (int64_t start = 0; start < row_bytes; start += layout->bytes)
-        for (const Field *field = layout->fields; field < layout->fields + 5 && field->count; field++)
-            for (int unit = 0; unit < field->count; unit++)
-                for (int row = 0; row < num_rows; row++)
-                    memcpy(run + LANES * (start + field->offset) + (unit * LANES + row) * field->bytes,
-                           rows + row * row_bytes + start + field->offset + unit * field->bytes, field->bytes);
+// The units of one field of 16 rows from `rows` into `run`, or back; `bytes`, of a unit, is a constant.
+INLINE void move_units(int bytes, int count, uint8_t *rows, int num_rows, int64_t row_bytes, uint8_t *run, int restore) {
+    for (int row = 0; row < num_rows; row++)
+        for (int unit = 0; unit < count; unit++) {
+            uint8_t *of_row = rows + row * row_bytes + unit * bytes, *of_run = run + (unit * LANES + row) * bytes;
+            if (restore) memcpy(of_row, of_run, bytes);
+            else memcpy(of_run, of_row, bytes);
+        }
 }
 
-static void deinterleave(int kind, const uint8_t *run, int64_t row_bytes, uint8_t *rows) {
+// Up to 16 rows from `rows` into `run`, 16 times row_bytes, or back; what has no row stays as it is there.
+static void interleave(int kind, uint8_t *rows, int num_rows, int64_t row_bytes, uint8_t *run, int restore) {
     const Layout *layout = &LAYOUTS[kind];
     for (int64_t start = 0; start < row_bytes; start += layout->bytes)
-        for (const Field *field = layout->fields; field < layout->fields + 5 && field->count; field++)
-            for (int unit = 0; unit < field->count; unit++)
-                for (int row = 0; row < LANES; row++)
-                    memcpy(rows + row * row_bytes + start + field->offset + unit * field->bytes,
-                           run + LANES * (start + field->offset) + (unit * LANES + row) * field->bytes, field->bytes);
+        for (const Field *field = layout->fields; field < layout->fields + 5 && field->count; field++) {
+            uint8_t *from = rows + start + field->offset, *to = run + LANES * (start + field->offset);
+            if (field->bytes == 4) move_units(4, field->count, from, num_rows, row_bytes, to, restore);
+            else if (field->bytes == 2) move_units(2, field->count, from, num_rows, row_bytes, to, restore);
+            else move_units(1, field->count, from, num_rows, row_bytes, to, restore);
+        }
 }
 
 // A group of 32 inputs of 16 outputs: weight = code * scale - minimum, or (code - zero) * scale without minima. Code i

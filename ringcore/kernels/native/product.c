@@ -250,7 +250,7 @@ static Run run_at(const Matrix *matrix, int64_t first, uint8_t *scratch) {
     int64_t left = matrix->num_outputs - first;
     if (left >= LANES) return run;
     memset(scratch, 0, LANES * matrix->row_bytes);
-    interleave(matrix->kind, run.blocks, (int)left, matrix->row_bytes, scratch);
+    interleave(matrix->kind, (uint8_t *)run.blocks, (int)left, matrix->row_bytes, scratch, 0);
     run.blocks = scratch;
     return run;
 }
@@ -349,18 +349,75 @@ int blocks_product(const Matrix *matrix, const uint8_t *x, int32_t x_kind, int64
     return 0;
 }
 
-// 16 rows at a time, in place; the rows after the last 16 stay as they are. Returns 0, or -1 without memory.
-int blocks_arrange(int32_t kind, uint8_t *weight, int64_t num_outputs, int64_t row_bytes, int32_t restore) {
-    uint8_t *copy = malloc(LANES * row_bytes);
-    if (!copy) return -1;
-    for (int64_t first = 0; first + LANES <= num_outputs; first += LANES) {
-        uint8_t *run = weight + first * row_bytes;
-        memcpy(copy, run, LANES * row_bytes);
-        if (restore) deinterleave(kind, copy, row_bytes, run);
-        else interleave(kind, copy, LANES, row_bytes, run);
+typedef struct {
+    uint8_t *weight;
+    int64_t num_outputs, row_bytes;
+    int32_t kind, restore;
+    atomic_long next_run, num_failed;
+} Rearrangement;
+
+static void arrange_runs(void *data) {
+    Rearrangement *all = data;
+    uint8_t *copy = malloc(LANES * all->row_bytes);
+    if (!copy) {
+        atomic_fetch_add(&all->num_failed, 1);
+        return;
+    }
+    for (int64_t first; (first = LANES * atomic_fetch_add(&all->next_run, 1)) + LANES <= all->num_outputs;) {
+        uint8_t *run = all->weight + first * all->row_bytes;
+        memcpy(copy, run, LANES * all->row_bytes);
+        if (all->restore) interleave(all->kind, run, LANES, all->row_bytes, copy, 1);
+        else interleave(all->kind, copy, LANES, all->row_bytes, run, 0);
     }
     free(copy);
-    return 0;
+}
+
+// 16 rows at a time, in place; the rows after the last 16 stay as they are. Returns 0, or -1 without memory, in which
+// case a part is arranged.
+int blocks_arrange(int32_t kind, uint8_t *weight, int64_t num_outputs, int64_t row_bytes, int32_t restore,
+                   Parallel parallel, int32_t num_threads) {
+    Rearrangement all = {weight, num_outputs, row_bytes, kind, restore, 0, 0};
+    run_threads(arrange_runs, &all, parallel, num_outputs * row_bytes < ALONE ? 1 : num_threads);
+    return all.num_failed ? -1 : 0;
+}
+
+typedef struct {
+    const uint8_t *codes;
+    const int64_t *out_at, *in_at;
+    int64_t num_outputs, num_inputs;
+    int32_t bits;
+    uint8_t *rows;
+    atomic_long next;
+} Gathering;
+
+INLINE uint8_t code_at(const Gathering *all, int64_t place) {
+    return all->bits == 4 ? all->codes[place >> 1] >> 4 * (place & 1) & 15 : all->codes[place];
+}
+
+static void gather_outputs(void *data) {  // 64 at a time: of a checkpoint's row of inputs they share a cache line
+    enum { TOGETHER = 64 };
+    Gathering *all = data;
+    int64_t group_bytes = all->bits == 4 ? GROUP / 2 : GROUP, row_bytes = all->num_inputs / GROUP * group_bytes;
+    for (int64_t first; (first = TOGETHER * atomic_fetch_add(&all->next, 1)) < all->num_outputs;)
+        for (int64_t group = 0; group < all->num_inputs / GROUP; group++)
+            for (int64_t o = first; o < first + TOGETHER && o < all->num_outputs; o++) {
+                const int64_t *in_at = all->in_at + GROUP * group;
+                uint8_t codes[GROUP], *to = all->rows + o * row_bytes + group * group_bytes;
+                for (int i = 0; i < GROUP; i++) codes[i] = code_at(all, all->out_at[o] + in_at[i]);
+                if (all->bits == 8) memcpy(to, codes, GROUP);
+                else for (int i = 0; i < GROUP / 2; i++) {  // the order of NIBBLES
+                    int input = (i & ~3) | (i & 1) << 1 | (i >> 1 & 1);
+                    to[i] = codes[input] | codes[input + 16] << 4;
+                }
+            }
+}
+
+// Rows of blocks of NIBBLES or BYTES from a checkpoint's codes of 4 or 8 bits: that of output o and input i is number
+// out_at[o] + in_at[i], of so many bits, from the lowest of `codes` on.
+void blocks_gather(const uint8_t *codes, const int64_t *out_at, const int64_t *in_at, int64_t num_outputs,
+                   int64_t num_inputs, int32_t bits, uint8_t *rows, Parallel parallel, int32_t num_threads) {
+    Gathering all = {codes, out_at, in_at, num_outputs, num_inputs, bits, rows, 0};
+    run_threads(gather_outputs, &all, parallel, num_outputs * num_inputs < ALONE ? 1 : num_threads);
 }
 
 // Rows `index` of the matrix as numbers: out [n, num_inputs].

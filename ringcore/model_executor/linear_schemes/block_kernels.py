@@ -13,6 +13,7 @@ import torch
 from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.kernels.native.compiled import NoLibrary, load_compiled
 from ringcore.kernels.native.threads import KINDS, num_threads, parallel
+from ringcore.model_executor.linear_schemes.codes import CodePlaces
 from ringcore.model_executor.weight import Arrangement
 
 __all__ = [
@@ -64,16 +65,28 @@ class BlockKernels:
             *(_pointer, _int32, _int64, _int32, _pointer, _int32),
         )
         self.arrange = library.blocks_arrange
-        self.arrange.argtypes = (_int32, _pointer, _int64, _int64, _int32)
+        self.arrange.argtypes = (_int32, _pointer, _int64, _int64, _int32, _pointer, _int32)
         self.rows = library.blocks_rows
         self.rows.argtypes = (_pointer, _pointer, _int64, _pointer)
+        self._gather = library.blocks_gather
+        self._gather.argtypes = (_pointer, _pointer, _pointer, _int64, _int64, _int32, _pointer, _pointer, _int32)
+        self._gather.restype = None
         self.parallel = parallel()
         self.have_pairs = bool(library.blocks_have_pairs())
 
     def interleave(self, kind: str, rows: torch.Tensor, is_restored: bool = False) -> None:
         """rows: [num_outputs, bytes of a row] uint8, contiguous: by 16, in place, or back."""
         assert rows.is_contiguous()
-        _check(self.arrange(_KINDS.index(kind), rows.data_ptr(), *rows.shape, is_restored))
+        threads = self.parallel, num_threads()
+        _check(self.arrange(_KINDS.index(kind), rows.data_ptr(), *rows.shape, is_restored, *threads))
+
+    def gather(self, places: CodePlaces, bits: int, rows: torch.Tensor) -> None:
+        """Fills rows, [num_outputs, num_inputs * bits / 8] uint8, with codes of 4 or 8 bits as NIBBLES or BYTES have
+        them, not interleaved yet."""
+        out_at, in_at = places.out_at.contiguous(), places.in_at.contiguous()
+        assert out_at.dtype == in_at.dtype == torch.int64
+        at = places.storage.data_ptr(), out_at.data_ptr(), in_at.data_ptr(), len(out_at), len(in_at)
+        self._gather(*at, bits, rows.data_ptr(), self.parallel, num_threads())
 
 
 @functools.cache

@@ -15,16 +15,14 @@ from ringcore.model_executor.linear_schemes.block_kernels import (
     RunScales,
     exact_form,
 )
-from ringcore.model_executor.linear_schemes.codes import ByteCodes, QuadCodes
+from ringcore.model_executor.linear_schemes.codes import AwqCodes, ByteCodes, WordCodes
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 
 __all__ = ["scaled_blocks"]
 
 _GROUP = 32  # inputs of a block
-_PIECE = 1 << 22  # numbers that are packed at a time
 _LARGEST_ZERO = 255
 _ALL = 62  # the shift of a scale of all inputs
-_BYTES_OF = (0, 2, 1, 3)  # the inputs of a word of nibbles, from the lowest byte
 
 
 def scaled_blocks(
@@ -41,21 +39,16 @@ def scaled_blocks(
     neither integers nor e4m3."""
     kind, is_signed = _kind(matrix)
     groups = matrix.groups.of_inputs(matrix.num_inputs, torch.device("cpu"))
-    size = _scale_size(groups if order is None else groups[order], matrix.scales.shape[1])
+    groups = groups if order is None else groups[order]
+    size = _scale_size(groups, matrix.scales.shape[1])
     if kind is None or size is None:
         return None
-    scales = _run_scales(matrix, groups if order is None else groups[order], size, 128 if is_signed else 0)
+    scales = _run_scales(matrix, groups, size, 128 if is_signed else 0)
     if scales is None:
         return None
-    num_bytes = _GROUP // 2 if kind == "NIBBLES" else _GROUP
-    rows = torch.empty(matrix.num_outputs, matrix.num_inputs // _GROUP * num_bytes, dtype=torch.uint8)
-    step = max(1, _PIECE // matrix.num_inputs)
-    for first in range(0, matrix.num_outputs, step):
-        end = min(first + step, matrix.num_outputs)
-        codes = _codes(matrix, first, end, is_signed)
-        codes = codes if order is None else codes.index_select(1, order)
-        rows[first:end] = _nibbles(codes) if kind == "NIBBLES" else codes
+    rows = _rows(kernels, matrix, order, is_signed)
     kernels.interleave(kind, rows)
+    num_bytes = _GROUP * matrix.codes.bits // 8
     layout = BlockLayout(kind, _GROUP, num_bytes, "integers" if by_integers else exact_form(dtype))
     return KernelMatrix(kernels, rows, layout, None if bias is None else bias.float(), scales)
 
@@ -65,9 +58,9 @@ def _kind(matrix: QuantizedMatrix) -> tuple[str | None, bool]:
     codes = matrix.codes
     if isinstance(codes, ByteCodes):
         return ("E4M3", False) if codes.is_fp8 else ("BYTES", True)
-    if isinstance(codes, QuadCodes) or matrix.has_zero_bits:
-        return None, False
-    return {4: "NIBBLES", 8: "BYTES"}.get(codes.bits), False
+    if isinstance(codes, AwqCodes | WordCodes):
+        return {4: "NIBBLES", 8: "BYTES"}.get(codes.bits), False
+    return None, False
 
 
 def _scale_size(groups: torch.Tensor, num_scales: int) -> int | None:
@@ -104,15 +97,16 @@ def _by_run(of_outputs: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, LANES, padded.shape[1]).transpose(1, 2).contiguous()
 
 
-def _codes(matrix: QuantizedMatrix, first: int, end: int, is_signed: bool) -> torch.Tensor:
-    """[n, num_inputs] uint8."""
-    if isinstance(matrix.codes, ByteCodes):
-        codes = matrix.codes.tensor[first:end].view(torch.uint8)
-        return codes ^ 128 if is_signed else codes
-    return matrix.codes.numbers(first, end).to(torch.uint8)
-
-
-def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """[n, num_inputs] -> [n, num_inputs / 2]: of a block the first 16 inputs in the lower nibbles."""
-    halves = codes.view(len(codes), -1, 2, 4, 4)[..., _BYTES_OF]
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+def _rows(kernels: BlockKernels, matrix: QuantizedMatrix, order: torch.Tensor | None, is_signed: bool) -> torch.Tensor:
+    """[num_outputs, bytes] uint8, a copy."""
+    codes = matrix.codes
+    if isinstance(codes, ByteCodes):
+        numbers = codes.tensor.view(torch.uint8)
+        numbers = numbers if order is None else numbers.index_select(1, order)
+        return numbers ^ 128 if is_signed else numbers.clone(memory_format=torch.contiguous_format)
+    assert isinstance(codes, AwqCodes | WordCodes)
+    places = codes.places()
+    places = places if order is None else places._replace(in_at=places.in_at[order])
+    rows = torch.empty(matrix.num_outputs, matrix.num_inputs * codes.bits // 8, dtype=torch.uint8)
+    kernels.gather(places, codes.bits, rows)
+    return rows
