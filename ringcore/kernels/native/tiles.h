@@ -221,7 +221,7 @@ INLINE f32x16 row_product(int kind, int is_rounded, const Run *run, int64_t num_
     const float *totals = x + GROUP * num_groups;
     f32x16 sums[4] = {};
     for (int64_t block = 0; block < num_groups / per_block; block++) {
-        prefetch(run->blocks + LANES * LAYOUTS[kind].bytes * block + AHEAD, LANES * LAYOUTS[kind].bytes);
+        if (per_block > 1) prefetch(run->blocks + LANES * LAYOUTS[kind].bytes * block + AHEAD, LANES * LAYOUTS[kind].bytes);
         UNROLLED
         for (int i = 0; i < per_block; i++) {
             Group group;
