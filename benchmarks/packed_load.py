@@ -8,6 +8,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,9 +69,10 @@ class PackedLoad(Benchmark):
                 samples = interleave(["ringcore"], plan.rounds, turn)
             title = f"{name}, {size:.2f} GB"
             measurements.append(Measurement(name=title, unit="s", higher_is_better=False, samples=samples))
+        packages = {"torch": str(torch.__version__), "gguf": version("gguf")}
         return Findings(
             measurements=measurements,
-            engines={},
+            engines={"ringcore": {"packages": packages, "settings": {}, "env": {}}},
             conditions=[
                 f"{SHAPE} with {plan.options.layers} layers, random bytes, files in the page cache; one rank, "
                 f"{torch.get_num_threads()} threads, GGUF files in float32, others in bfloat16. From opened files to "
