@@ -22,6 +22,7 @@ __all__ = ["scaled_blocks"]
 
 _GROUP = 32  # inputs of a block
 _LARGEST_ZERO = 255
+_MOST_INTEGERS = 1 << 16  # inputs whose sums, of products of 8 bits, are 32 bits
 _ALL = 62  # the shift of a scale of all inputs
 
 
@@ -36,12 +37,12 @@ def scaled_blocks(
 ) -> KernelMatrix | None:
     """order: in which the kernels see the inputs, sorted by group. dtype: of the inputs. by_integers: they are rounded
     by row, and the codes are INT8 with a scale for each output. None where a block has several scales, or codes are
-    neither integers nor e4m3."""
+    neither integers nor e4m3, or sums may overflow."""
     kind, is_signed = _kind(matrix)
     groups = matrix.groups.of_inputs(matrix.num_inputs, torch.device("cpu"))
     groups = groups if order is None else groups[order]
     size = _scale_size(groups, matrix.scales.shape[1])
-    if kind is None or size is None:
+    if kind is None or size is None or (by_integers and matrix.num_inputs > _MOST_INTEGERS):
         return None
     scales = _run_scales(matrix, groups, size, 128 if is_signed else 0)
     if scales is None:
