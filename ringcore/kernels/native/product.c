@@ -206,6 +206,28 @@ static void integers(int R, int S, const Call *call, const Run *runs, const int3
     }
 }
 
+// Of more rows than one, chunk by chunk. Not inlined: what has no use for the chunks shall not pay for their memory.
+static __attribute__((noinline)) void chunks_product(const Call *call, int S, const Run *runs, float *sums) {
+    const Matrix *matrix = call->matrix;
+    int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
+    const float *packed = (const float *)call->packed;
+    Chunk chunks[2];
+    int64_t per_block = LAYOUTS[matrix->kind].inputs / GROUP, run_bytes = LANES * LAYOUTS[matrix->kind].bytes;
+    memset(sums, 0, 64 * call->num_rows * S);
+    for (int64_t first = 0; first < num_groups; first += CHUNK / GROUP) {
+        int n = (int)(num_groups - first < CHUNK / GROUP ? num_groups - first : CHUNK / GROUP);
+        for (int s = 0; s < S; s++) {
+            UNPACK_CHUNK[call->form][matrix->kind](&runs[s], first, n, &chunks[s]);
+            prefetch(runs[s].blocks + (first + n) / per_block * run_bytes, (CHUNK / GROUP + per_block - 1) / per_block * run_bytes);
+        }
+        for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
+            rows = tile_at(row, call->num_rows);
+            const float *x = packed + row * words + first * group_words(call->form) * rows;
+            tile((int)rows, S, call, chunks, n, x, sums + LANES * row);
+        }
+    }
+}
+
 // sums [S][num_rows][16] of S runs.
 static void run_product(const Call *call, int S, const Run *runs, float *sums) {
     const Matrix *matrix = call->matrix;
@@ -223,21 +245,7 @@ static void run_product(const Call *call, int S, const Run *runs, float *sums) {
         }
         return;
     }
-    Chunk chunks[2];
-    int64_t per_block = LAYOUTS[matrix->kind].inputs / GROUP, run_bytes = LANES * LAYOUTS[matrix->kind].bytes;
-    memset(sums, 0, 64 * call->num_rows * S);
-    for (int64_t first = 0; first < num_groups; first += CHUNK / GROUP) {
-        int n = (int)(num_groups - first < CHUNK / GROUP ? num_groups - first : CHUNK / GROUP);
-        for (int s = 0; s < S; s++) {
-            UNPACK_CHUNK[call->form][matrix->kind](&runs[s], first, n, &chunks[s]);
-            prefetch(runs[s].blocks + (first + n) / per_block * run_bytes, (CHUNK / GROUP + per_block - 1) / per_block * run_bytes);
-        }
-        for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
-            rows = tile_at(row, call->num_rows);
-            const float *x = packed + row * words + first * group_words(call->form) * rows;
-            tile((int)rows, S, call, chunks, n, x, sums + LANES * row);
-        }
-    }
+    chunks_product(call, S, runs, sums);
 }
 
 // The run of 16 outputs from `first`; fewer are interleaved in `scratch`.

@@ -200,10 +200,11 @@ INLINE f32x16 add_rounded(int kind, const Group *group, const int32_t *x, f32x16
     f32x16 scale = splat(of_row[0]);
     UNROLLED
     for (int half = 0; half < 1 + halves; half++) {
-        i32x16 dots = (i32x16){} + (has_minima(kind) ? 0 : x[8 + (halves ? 1 + half : 3)]);
+        i32x16 dots = {};
         UNROLLED
         for (int j = halves ? 4 * half : 0; j < (halves ? 4 * half + 4 : 8); j++) dots = dot_bytes(dots, group->codes[j], x[j]);
-        sum = fma16(__builtin_convertvector(dots, f32x16) * scale, group->scales[half], sum);
+        if (!has_minima(kind)) dots += x[8 + (halves ? 1 + half : 3)];
+        sum = fma16(__builtin_convertvector(dots, f32x16), group->scales[half] * scale, sum);
     }
     return has_minima(kind) ? fma16(-group->minima, splat(of_row[3]), sum) : sum;
 }
