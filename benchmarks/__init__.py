@@ -11,6 +11,7 @@ BENCHMARKS = {
     "deterministic": "benchmarks.deterministic:Deterministic",
     "speculation": "benchmarks.speculation:Speculation",
     "gguf_decode": "benchmarks.gguf_decode:GgufDecode",
+    "packed_load": "benchmarks.packed_load:PackedLoad",
     "message_queue": "benchmarks.message_queue:MessageQueue",
     "ray_executor": "benchmarks.ray_executor:RayExecutorCost",
     "scheduler": "benchmarks.scheduler:Scheduler",

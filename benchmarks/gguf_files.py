@@ -15,7 +15,7 @@ from ringcore.checkpoint import ModelSpec, find_model, read_model_spec
 from ringcore.checkpoint.gguf_names import gguf_tensor_names
 from ringcore.families import FAMILIES
 
-__all__ = ["write_gguf"]
+__all__ = ["write_gguf", "write_header"]
 
 
 def write_gguf(folder: str, path: Path, kind: str) -> None:
@@ -31,7 +31,7 @@ def write_gguf(folder: str, path: Path, kind: str) -> None:
     assert family.gguf is not None, spec.architecture
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if family.gguf.interleaved_rope else {}
     writer = gguf.GGUFWriter(path, family.gguf.name)
-    _write_header(writer, spec)
+    write_header(writer, spec)
     tensors: dict[str, torch.Tensor] = {}
     for file in files.weight_files:
         tensors |= load_file(file)
@@ -53,7 +53,7 @@ def _kind(name: str, values: np.ndarray, kind: str) -> str:
     return kind if "_proj." in name else "F16"
 
 
-def _write_header(writer: Any, spec: ModelSpec) -> None:
+def write_header(writer: Any, spec: ModelSpec) -> None:
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)

@@ -1,15 +1,17 @@
-// Blocks of GGUF types, 16 outputs interleaved.
+// Blocks of quantized weights, 16 outputs interleaved: GGUF types, and codes whose scales are stored beside them.
 //
-// In the file an output is a row of blocks, and a block is some fields: scales, then codes. Interleaved, 16 rows are
-// one run of blocks of 16 times the bytes, whose fields are cut into units: the first unit of all 16 rows, then the
-// second. A unit of codes is 4 bytes, so a vector of 64 bytes has codes of the same inputs of 16 outputs. No byte is
-// changed.
+// An output is a row of blocks, and a block is some fields: scales, then codes. Interleaved, 16 rows are one run of
+// blocks of 16 times the bytes, whose fields are cut into units: the first unit of all 16 rows, then the second. A unit
+// of codes is 4 bytes, so a vector of 64 bytes has codes of the same inputs of 16 outputs. No byte is changed.
+//
+// NIBBLES, BYTES and E4M3 have codes alone, 32 in a block: weight = (code - zero) * scale, with scales and zeros for
+// each 2^n groups of 32 inputs, of all 16 outputs. Two inputs of a pair are 16 bits apart in a word of NIBBLES.
 
 #pragma once
 
 #include "vectors.h"
 
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL };
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, NIBBLES, BYTES, E4M3 };
 enum { LANES = 16, GROUP = 32, CHUNK = 256 };  // outputs; inputs that share a scale; inputs that are unpacked at a time
 
 typedef struct {
@@ -31,37 +33,51 @@ static const Layout LAYOUTS[] = {
     [Q5_K] = {256, 176, {{0, 2, 2}, {4, 12, 1}, {16, 40, 4}}},
     [Q6_K] = {256, 210, {{0, 48, 4}, {192, 16, 1}, {208, 1, 2}}},
     [IQ4_NL] = {32, 18, {{0, 1, 2}, {2, 4, 4}}},
+    [NIBBLES] = {32, 16, {{0, 4, 4}}},
+    [BYTES] = {32, 32, {{0, 8, 4}}},
+    [E4M3] = {32, 32, {{0, 8, 4}}},
 };
 
-// Up to 16 rows from `rows` into `run`, 16 times row_bytes; what has no row stays as it is there.
-static void interleave(int kind, const uint8_t *rows, int num_rows, int64_t row_bytes, uint8_t *run) {
-    const Layout *layout = &LAYOUTS[kind];
-    for (int64_t start = 0; start < row_bytes; start += layout->bytes)
-        for (const Field *field = layout->fields; field < layout->fields + 5 && field->count; field++)
-            for (int unit = 0; unit < field->count; unit++)
-                for (int row = 0; row < num_rows; row++)
-                    memcpy(run + LANES * (start + field->offset) + (unit * LANES + row) * field->bytes,
-                           rows + row * row_bytes + start + field->offset + unit * field->bytes, field->bytes);
+// 16 outputs.
+typedef struct {
+    const uint8_t *blocks;
+    const float *scales;   // [scales of an output][16], where blocks have none
+    const uint8_t *zeros;  // likewise
+    int shift;             // a scale is of 2^shift groups
+} Run;
+
+// The units of one field of 16 rows from `rows` into `run`, or back; `bytes`, of a unit, is a constant.
+INLINE void move_units(int bytes, int count, uint8_t *rows, int num_rows, int64_t row_bytes, uint8_t *run, int restore) {
+    for (int row = 0; row < num_rows; row++)
+        for (int unit = 0; unit < count; unit++) {
+            uint8_t *of_row = rows + row * row_bytes + unit * bytes, *of_run = run + (unit * LANES + row) * bytes;
+            if (restore) memcpy(of_row, of_run, bytes);
+            else memcpy(of_run, of_row, bytes);
+        }
 }
 
-static void deinterleave(int kind, const uint8_t *run, int64_t row_bytes, uint8_t *rows) {
+// Up to 16 rows from `rows` into `run`, 16 times row_bytes, or back; what has no row stays as it is there.
+static void interleave(int kind, uint8_t *rows, int num_rows, int64_t row_bytes, uint8_t *run, int restore) {
     const Layout *layout = &LAYOUTS[kind];
     for (int64_t start = 0; start < row_bytes; start += layout->bytes)
-        for (const Field *field = layout->fields; field < layout->fields + 5 && field->count; field++)
-            for (int unit = 0; unit < field->count; unit++)
-                for (int row = 0; row < LANES; row++)
-                    memcpy(rows + row * row_bytes + start + field->offset + unit * field->bytes,
-                           run + LANES * (start + field->offset) + (unit * LANES + row) * field->bytes, field->bytes);
+        for (const Field *field = layout->fields; field < layout->fields + 5 && field->count; field++) {
+            uint8_t *from = rows + start + field->offset, *to = run + LANES * (start + field->offset);
+            if (field->bytes == 4) move_units(4, field->count, from, num_rows, row_bytes, to, restore);
+            else if (field->bytes == 2) move_units(2, field->count, from, num_rows, row_bytes, to, restore);
+            else move_units(1, field->count, from, num_rows, row_bytes, to, restore);
+        }
 }
 
 // A group of 32 inputs of 16 outputs: weight = code * scale - minimum, or (code - zero) * scale without minima. Code i
 // has inputs 4 * i to 4 * i + 3 in its bytes. Q6_K has a scale for each 16 inputs; the others have one, twice.
 typedef struct {
     u32x16 codes[8];
-    f32x16 scales[2], minima;
+    f32x16 scales[2], minima, zeros;
 } Group;
 
 INLINE int has_minima(int kind) { return kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K; }
+
+INLINE int has_zeros(int kind) { return kind == NIBBLES || kind == BYTES; }  // of their own
 
 INLINE int zero_of(int kind) {
     switch (kind) {
@@ -126,9 +142,25 @@ INLINE void unpack_q6(const uint8_t *block, int group, Group *out) {
     }
 }
 
-// Group `group` of a block.
-INLINE void unpack(int kind, const uint8_t *block, int group, Group *out) {
-    const uint8_t *codes;
+INLINE void unpack_codes(int kind, const uint8_t *codes, Group *out) {
+    for (int i = 0; i < 8; i++)
+        if (kind != NIBBLES) out->codes[i] = load_words(codes + 64 * i);
+        else out->codes[i] = load_words(codes + 64 * (i % 4)) >> (i < 4 ? 0 : 4) & 0x0f0f0f0f;
+}
+
+// Group `group` of block `index` of a run.
+INLINE void unpack(int kind, const Run *run, int64_t index, int group, Group *out) {
+    const uint8_t *block = run->blocks + LANES * LAYOUTS[kind].bytes * index, *codes;
+    if (kind >= NIBBLES) {
+        unpack_codes(kind, block, out);
+        out->scales[0] = out->scales[1] = floats_of(run->scales + LANES * (index >> run->shift));
+        if (has_zeros(kind)) {
+            u8x16 zeros;
+            memcpy(&zeros, run->zeros + LANES * (index >> run->shift), LANES);
+            out->zeros = floats_of_bytes(zeros);
+        }
+        return;
+    }
     if (kind == Q6_K) {
         unpack_q6(block, group, out);
         return;
@@ -160,4 +192,13 @@ INLINE void unpack(int kind, const uint8_t *block, int group, Group *out) {
         out->codes[i] = kind == IQ4_NL ? iq4_codes(low) : low;
         out->codes[i + 4] = kind == IQ4_NL ? iq4_codes(high) : high;
     }
+}
+
+// Of input `i` of the group the code, less its zero.
+INLINE f32x16 number_at(int kind, const Group *group, int i) {
+    int place = kind == NIBBLES ? (i & 1) << 1 | (i >> 1 & 1) : i % 4;
+    if (kind == E4M3) return e4m3_of(group->codes[i / 4], place);
+    f32x16 code = byte_of(group->codes[i / 4], place);
+    if (has_zeros(kind)) return code - group->zeros;
+    return zero_of(kind) ? code - (float)zero_of(kind) : code;
 }

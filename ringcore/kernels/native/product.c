@@ -12,19 +12,23 @@ enum { MOST_ROWS = 64 };    // that are multiplied at a time: packed, they stay 
 typedef struct {
     const uint8_t *weight;  // interleaved by 16 rows; the rows after the last whole run as in the file
     int64_t num_outputs, num_inputs, row_bytes;
-    const float *bias;  // or NULL
-    int32_t kind, is_rounded;
+    const float *bias;     // or NULL
+    const float *scales;   // [runs][scales of an output][16], where blocks have none
+    const uint8_t *zeros;  // likewise
+    int64_t run_scales;    // numbers of `scales` of a run
+    int32_t kind, form, shift;
 } Matrix;
 
 typedef struct {
     const Matrix *matrix;
-    const float *x, *gain;  // [num_rows, num_inputs] of x_stride; NULL: no norm
-    float *y;               // [num_rows, num_outputs], of SILU half as many, of y_stride
+    const uint8_t *x;   // [num_rows, num_inputs] of x_stride, of x_kind
+    const float *gain;  // NULL: no norm
+    uint8_t *y;         // [num_rows, num_outputs], of SILU half as many, of y_stride, of y_kind; of ADD float32
     int64_t x_stride, y_stride, num_rows;
     float eps;
-    int32_t epilogue;
+    int32_t epilogue, form, x_kind, y_kind;
     uint8_t *packed;
-    atomic_long next_tile, next_run;
+    atomic_long next_tile, next_runs;
 } Call;
 
 INLINE int64_t tile_at(int64_t row, int64_t num_rows) {  // rows of the tile that starts there
@@ -33,18 +37,23 @@ INLINE int64_t tile_at(int64_t row, int64_t num_rows) {  // rows of the tile tha
     return rows;
 }
 
-INLINE int64_t row_words(const Matrix *matrix) {
-    return matrix->is_rounded ? matrix->num_inputs / GROUP * WORDS : matrix->num_inputs / GROUP * (GROUP + 2);
+INLINE int64_t group_words(int32_t form) {
+    return form == ROUNDED ? WORDS : form == PAIRS ? PAIR_WORDS : form == INTEGERS ? GROUP / 4 : GROUP;
+}
+
+INLINE int64_t row_words(const Matrix *matrix, int32_t form) {  // of floats and integers two words more
+    return matrix->num_inputs / GROUP * (group_words(form) + (form == FLOATS ? 2 : 0)) + (form == INTEGERS ? 2 : 0);
 }
 
 // Two vectors of one row to the nearest of 255 equidistant numbers, the largest of them and 0 among those.
-static void round_group(const float *x, int R, int32_t *out) {
+static void round_group(const float *x, int kind, int R, int32_t *out) {
     int32_t bits[GROUP], largest = 0;
     memcpy(bits, x, sizeof bits);
     for (int i = 0; i < GROUP; i++) largest = (bits[i] & 0x7fffffff) > largest ? bits[i] & 0x7fffffff : largest;
     float most, *of_row = (float *)out + 8 * R;
     memcpy(&most, &largest, 4);
-    float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0, sums[2];
+    float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0;
+    int32_t sums[3];
     for (int half = 0; half < 2; half++) {
         // Adding 1.5 * 2^23 rounds to an integer, which is then in the lowest bits.
         i32x16 codes = (i32x16)(floats_of(x + LANES * half) * inverse + splat(12582912.0f)) - 0x4b400000;
@@ -53,129 +62,241 @@ static void round_group(const float *x, int R, int32_t *out) {
         memcpy(words, &bytes, 16);
         for (int i = 0; i < 4; i++) out[(4 * half + i) * R] = words[i];
         for (int i = 0; i < LANES; i++) sum += codes[i];
-        sums[half] = scale * (float)sum;
+        sums[half] = sum;
     }
     of_row[0] = scale;
-    of_row[R] = sums[0];
-    of_row[2 * R] = sums[1];
-    of_row[3 * R] = sums[0] + sums[1];
+    sums[2] = sums[0] + sums[1];
+    for (int i = 0; i < 3; i++) {
+        if (has_minima(kind)) of_row[(1 + i) * R] = scale * (float)sums[i];
+        else out[(9 + i) * R] = -zero_of(kind) * sums[i];
+    }
 }
 
-static void pack_row(const Call *call, const float *x, int R, float *out) {
+static void pair_group_of_row(const float *x, int R, float *out) {
+    uint32_t bits[GROUP];
+    float sum = 0;
+    memcpy(bits, x, sizeof bits);
+    for (int i = 0; i < GROUP; i++) sum += x[i];
+    for (int i = 0; i < GROUP / 2; i++) ((uint32_t *)out)[i * R] = bits[2 * i] >> 16 | (bits[2 * i + 1] & 0xffff0000);
+    out[16 * R] = sum;
+}
+
+// A group of inputs of a row, normalised where there is a gain.
+INLINE void inputs_at(const Call *call, const uint8_t *x, int64_t first, float factor, float *values) {
+    for (int i = 0; i < GROUP; i += LANES) {
+        f32x16 x16 = load16(x + (first + i) * bytes_of_number(call->x_kind), call->x_kind);
+        if (call->gain) x16 = x16 * factor * floats_of(call->gain + first + i);
+        memcpy(values + i, &x16, 64);
+    }
+}
+
+// A row to the nearest of 255 equidistant numbers, the largest of it and 0 among those.
+static void round_row(const Call *call, const uint8_t *x, float factor, int R, int32_t *out) {
+    int64_t n = call->matrix->num_inputs;
+    float values[GROUP], largest = 0;
+    for (int64_t first = 0; first < n; first += GROUP) {
+        inputs_at(call, x, first, factor, values);
+        for (int i = 0; i < GROUP; i++) largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
+    }
+    float scale = largest / 127.0f;
+    scale = scale > 1e-12f ? scale : 1e-12f;
+    int32_t sum = 0;
+    for (int64_t first = 0; first < n; first += GROUP) {
+        inputs_at(call, x, first, factor, values);
+        for (int half = 0; half < 2; half++) {
+            i32x16 codes = (i32x16)(floats_of(values + LANES * half) / scale + splat(12582912.0f)) - 0x4b400000;
+            int32_t words[4];
+            i8x16 bytes = bytes_of(codes);
+            memcpy(words, &bytes, 16);
+            for (int i = 0; i < 4; i++) out[(first / 4 + 4 * half + i) * R] = words[i];
+            for (int i = 0; i < LANES; i++) sum += codes[i];
+        }
+    }
+    out[n / 4 * R] = sum;
+    ((float *)out)[(n / 4 + 1) * R] = scale;
+}
+
+static void pack_row(const Call *call, const uint8_t *x, int R, float *out) {
     int64_t n = call->matrix->num_inputs;
     float factor = 1, values[GROUP];
     if (call->gain) {
         f32x16 squares = {};
-        for (int64_t i = 0; i < n; i += LANES) squares = fma16(floats_of(x + i), floats_of(x + i), squares);
+        for (int64_t i = 0; i < n; i += LANES) {
+            f32x16 x16 = load16(x + i * bytes_of_number(call->x_kind), call->x_kind);
+            squares = fma16(x16, x16, squares);
+        }
         float total = 0;
         for (int i = 0; i < LANES; i++) total += squares[i];
         factor = 1.0f / sqrtf(total / (float)n + call->eps);
     }
-    for (int64_t first = 0; first < n; first += GROUP) {
-        const float *from = x + first;
-        if (call->gain) {
-            for (int i = 0; i < GROUP; i++) values[i] = x[first + i] * factor * call->gain[first + i];
-            from = values;
-        }
-        if (call->matrix->is_rounded) round_group(from, R, (int32_t *)out + first / GROUP * WORDS * R);
-        else for (int i = 0; i < GROUP; i++) out[(first + i) * R] = from[i];
+    if (call->form == INTEGERS) {
+        round_row(call, x, factor, R, (int32_t *)out);
+        return;
     }
-    if (call->num_rows == 1 && !call->matrix->is_rounded)
+    for (int64_t first = 0; first < n; first += GROUP) {
+        float *of_group = out + first / GROUP * group_words(call->form) * R;
+        inputs_at(call, x, first, factor, values);
+        if (call->form == ROUNDED) round_group(values, call->matrix->kind, R, (int32_t *)of_group);
+        else if (call->form == PAIRS) pair_group_of_row(values, R, of_group);
+        else for (int i = 0; i < GROUP; i++) of_group[i * R] = values[i];
+    }
+    if (call->num_rows == 1 && call->form == FLOATS)
         for (int64_t i = 0; i < n / 16; i++) {
             out[n + i] = 0;
             for (int j = 0; j < 16; j++) out[n + i] += out[16 * i + j];
         }
 }
 
-#define OF_KINDS(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_NL)
+#define OF_FILES(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_NL)
+#define OF_KINDS(DO) OF_FILES(DO) DO(NIBBLES) DO(BYTES) DO(E4M3)
 
-typedef f32x16 (*RowProduct)(const uint8_t *, int64_t, const float *);
-typedef void (*Unpack)(const uint8_t *, int64_t, int, Chunk *);
-#define FUNCTIONS(K)                                                                                                  \
-    static f32x16 float_row_##K(const uint8_t *w, int64_t n, const float *x) { return row_product(K, 0, w, n, x); }   \
-    static f32x16 rounded_row_##K(const uint8_t *w, int64_t n, const float *x) { return row_product(K, 1, w, n, x); } \
-    static void expand_##K(const uint8_t *w, int64_t f, int n, Chunk *c) { unpack_chunk(K, w, f, n, 0, c); }          \
-    static void unpack_##K(const uint8_t *w, int64_t f, int n, Chunk *c) { unpack_chunk(K, w, f, n, 1, c); }
+typedef f32x16 (*RowProduct)(const Run *, int64_t, const float *);
+typedef void (*Unpack)(const Run *, int64_t, int, Chunk *);
+#define FUNCTIONS(K)                                                                                              \
+    static f32x16 float_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, 0, run, n, x); } \
+    static void expand_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, FLOATS, c); }   \
+    static void pairs_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, PAIRS, c); }
+#define ROUNDED_FUNCTIONS(K)                                                                                        \
+    static f32x16 rounded_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, 1, run, n, x); } \
+    static void unpack_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, ROUNDED, c); }
 OF_KINDS(FUNCTIONS)
-#define ROWS(K) [K] = {float_row_##K, rounded_row_##K},
-#define UNPACKS(K) [K] = {expand_##K, unpack_##K},
-static const RowProduct ROW_PRODUCTS[][2] = {OF_KINDS(ROWS)};
-static const Unpack UNPACK_CHUNK[][2] = {OF_KINDS(UNPACKS)};
+OF_FILES(ROUNDED_FUNCTIONS)
+static f32x16 pair_row_NIBBLES(const Run *run, int64_t n, const float *x) { return pair_row(NIBBLES, run, n, (const uint32_t *)x); }
+#define FLOAT_ROW(K) [K] = float_row_##K,
+#define ROUNDED_ROW(K) [K] = rounded_row_##K,
+#define EXPAND(K) [K] = expand_##K,
+#define UNPACK(K) [K] = unpack_##K,
+#define PAIR(K) [K] = pairs_##K,
+static const RowProduct ROW_PRODUCTS[][E4M3 + 1] = {
+    [FLOATS] = {OF_KINDS(FLOAT_ROW)}, [ROUNDED] = {OF_FILES(ROUNDED_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
+static const Unpack UNPACK_CHUNK[][E4M3 + 1] = {
+    [FLOATS] = {OF_KINDS(EXPAND)}, [ROUNDED] = {OF_FILES(UNPACK)}, [PAIRS] = {OF_KINDS(PAIR)}};
 
-static void tile(int R, const Matrix *matrix, const Chunk *chunk, int num_groups, const float *x, float *sums) {
-#define TILE_OF(N)                                                                                             \
-    case N:                                                                                                    \
-        if (!matrix->is_rounded) float_tile(N, chunk, num_groups, x, sums);                                    \
-        else if (matrix->kind == Q6_K) rounded_tile(N, 1, chunk, num_groups, (const int32_t *)x, sums);        \
-        else rounded_tile(N, 0, chunk, num_groups, (const int32_t *)x, sums);                                  \
+static void tile(int R, int S, const Call *call, const Chunk *chunks, int num_groups, const float *x, float *sums) {
+    int kind = call->matrix->kind, pair_minima = has_minima(kind) || kind == NIBBLES;
+    int64_t stride = LANES * call->num_rows;
+    const int32_t *words = (const int32_t *)x;
+    const uint32_t *pairs = (const uint32_t *)x;
+#define TILE_OF(N, S)                                                                                    \
+    case 2 * N + S:                                                                                      \
+        if (call->form == FLOATS) float_tile(N, S, chunks, num_groups, x, sums, stride);                 \
+        else if (call->form == ROUNDED && kind == Q6_K) rounded_tile(N, S, 1, 0, chunks, num_groups, words, sums, stride); \
+        else if (call->form == ROUNDED && has_minima(kind)) rounded_tile(N, S, 0, 1, chunks, num_groups, words, sums, stride); \
+        else if (call->form == ROUNDED) rounded_tile(N, S, 0, 0, chunks, num_groups, words, sums, stride); \
+        else if (kind == Q6_K) pair_tile(N, S, 1, 0, chunks, num_groups, pairs, sums, stride);           \
+        else pair_tile(N, S, 0, pair_minima, chunks, num_groups, pairs, sums, stride);                   \
         return;
-    switch (R) {
-        TILE_OF(1) TILE_OF(2) TILE_OF(4) TILE_OF(8) TILE_OF(16)
+    switch (2 * R + S) {
+        TILE_OF(1, 1) TILE_OF(1, 2) TILE_OF(2, 1) TILE_OF(2, 2) TILE_OF(4, 1) TILE_OF(4, 2)
+#if defined(__AVX512F__)
+        TILE_OF(8, 1) TILE_OF(8, 2)
+#endif
     }
 }
 
-// sums [num_rows][16] of the run of 16 outputs at `run`.
-static void run_product(const Call *call, const uint8_t *run, float *sums) {
+static void integers(int R, int S, const Call *call, const Run *runs, const int32_t *x, float *sums) {
+    int64_t num_groups = call->matrix->num_inputs / GROUP, stride = LANES * call->num_rows;
+#define INTEGERS_OF(N, S) \
+    case 2 * N + S: integer_tile(N, S, runs, num_groups, x, sums, stride); return;
+    switch (2 * R + S) {
+        INTEGERS_OF(1, 1) INTEGERS_OF(1, 2) INTEGERS_OF(2, 1) INTEGERS_OF(2, 2) INTEGERS_OF(4, 1) INTEGERS_OF(4, 2)
+#if defined(__AVX512F__)
+        INTEGERS_OF(8, 1) INTEGERS_OF(8, 2)
+#endif
+    }
+}
+
+// Of more rows than one, chunk by chunk. Not inlined: what has no use for the chunks shall not pay for their memory.
+static __attribute__((noinline)) void chunks_product(const Call *call, int S, const Run *runs, float *sums) {
     const Matrix *matrix = call->matrix;
-    int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix), group_words = matrix->is_rounded ? WORDS : GROUP;
+    int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
     const float *packed = (const float *)call->packed;
-    if (call->num_rows == 1) {
-        f32x16 sum = ROW_PRODUCTS[matrix->kind][matrix->is_rounded](run, num_groups, packed);
+    Chunk chunks[2];
+    int64_t per_block = LAYOUTS[matrix->kind].inputs / GROUP, run_bytes = LANES * LAYOUTS[matrix->kind].bytes;
+    memset(sums, 0, 64 * call->num_rows * S);
+    for (int64_t first = 0; first < num_groups; first += CHUNK / GROUP) {
+        int n = (int)(num_groups - first < CHUNK / GROUP ? num_groups - first : CHUNK / GROUP);
+        for (int s = 0; s < S; s++) {
+            UNPACK_CHUNK[call->form][matrix->kind](&runs[s], first, n, &chunks[s]);
+            prefetch(runs[s].blocks + (first + n) / per_block * run_bytes, (CHUNK / GROUP + per_block - 1) / per_block * run_bytes);
+        }
+        for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
+            rows = tile_at(row, call->num_rows);
+            const float *x = packed + row * words + first * group_words(call->form) * rows;
+            tile((int)rows, S, call, chunks, n, x, sums + LANES * row);
+        }
+    }
+}
+
+// sums [S][num_rows][16] of S runs.
+static void run_product(const Call *call, int S, const Run *runs, float *sums) {
+    const Matrix *matrix = call->matrix;
+    int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
+    const float *packed = (const float *)call->packed;
+    if (call->num_rows == 1 && call->form != INTEGERS) {
+        f32x16 sum = ROW_PRODUCTS[call->form][matrix->kind](runs, num_groups, packed);
         memcpy(sums, &sum, 64);
         return;
     }
-    Chunk chunk;
-    memset(sums, 0, 64 * call->num_rows);
-    for (int64_t first = 0; first < num_groups; first += CHUNK / GROUP) {
-        int n = (int)(num_groups - first < CHUNK / GROUP ? num_groups - first : CHUNK / GROUP);
-        UNPACK_CHUNK[matrix->kind][matrix->is_rounded](run, first, n, &chunk);
-        prefetch(run + (first + n) * GROUP / LAYOUTS[matrix->kind].inputs * LANES * LAYOUTS[matrix->kind].bytes,
-                 LANES * CHUNK / LAYOUTS[matrix->kind].inputs * LAYOUTS[matrix->kind].bytes);
+    if (call->form == INTEGERS) {
         for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
             rows = tile_at(row, call->num_rows);
-            tile((int)rows, matrix, &chunk, n, packed + row * words + first * group_words * rows, sums + LANES * row);
+            integers((int)rows, S, call, runs, (const int32_t *)packed + row * words, sums + LANES * row);
         }
+        return;
     }
+    chunks_product(call, S, runs, sums);
 }
 
 // The run of 16 outputs from `first`; fewer are interleaved in `scratch`.
-static const uint8_t *run_at(const Matrix *matrix, int64_t first, uint8_t *scratch) {
-    const uint8_t *run = matrix->weight + first * matrix->row_bytes;
+static Run run_at(const Matrix *matrix, int64_t first, uint8_t *scratch) {
+    Run run = {matrix->weight + first * matrix->row_bytes, NULL, NULL, matrix->shift};
+    if (matrix->scales) {
+        run.scales = matrix->scales + first / LANES * matrix->run_scales;
+        run.zeros = matrix->zeros + first / LANES * matrix->run_scales;
+    }
     int64_t left = matrix->num_outputs - first;
     if (left >= LANES) return run;
     memset(scratch, 0, LANES * matrix->row_bytes);
-    interleave(matrix->kind, run, (int)left, matrix->row_bytes, scratch);
-    return scratch;
+    interleave(matrix->kind, (uint8_t *)run.blocks, (int)left, matrix->row_bytes, scratch, 0);
+    run.blocks = scratch;
+    return run;
 }
 
-static void add_bias(const Call *call, int64_t first, int64_t n, float *sums) {
-    if (call->matrix->bias)
-        for (int64_t row = 0; row < call->num_rows; row++)
-            for (int64_t i = 0; i < n; i++) sums[LANES * row + i] += call->matrix->bias[first + i];
-}
-
-static void one_run(const Call *call, int64_t first, float *sums, uint8_t *scratch) {
-    const Matrix *matrix = call->matrix;
-    int64_t size = call->epilogue == SILU ? matrix->num_outputs / 2 : matrix->num_outputs;
+static void finish(const Call *call, int64_t first, float *sums) {  // one run
+    int64_t size = call->epilogue == SILU ? call->matrix->num_outputs / 2 : call->matrix->num_outputs;
     int64_t n = size - first < LANES ? size - first : LANES;
-    run_product(call, run_at(matrix, first, scratch), sums);
-    add_bias(call, first, n, sums);
-    if (call->epilogue == SILU) {
-        float *up = sums + LANES * call->num_rows;
-        run_product(call, run_at(matrix, size + first, scratch), up);
-        add_bias(call, size + first, n, up);
+    for (int64_t row = 0; row < call->num_rows; row++) {
+        uint8_t *y = call->y + (row * call->y_stride + first) * bytes_of_number(call->y_kind);
+        const float *sum = sums + LANES * row;
+        if (call->epilogue == ADD) for (int64_t i = 0; i < n; i++) ((float *)y)[i] += sum[i];
+        else store_up_to(y, floats_of(sum), n, call->y_kind);
+    }
+}
+
+// Two runs: neighbours, or those of gate and up. Of the last one there may be no second.
+static void two_runs(const Call *call, int64_t index, float *sums, uint8_t *scratch) {
+    const Matrix *matrix = call->matrix;
+    int64_t size = matrix->num_outputs, first[2] = {2 * LANES * index, 2 * LANES * index + LANES};
+    if (call->epilogue == SILU) first[0] = LANES * index, first[1] = size / 2 + LANES * index;
+    int S = first[1] < size ? 2 : 1;
+    Run runs[2];
+    for (int s = 0; s < S; s++) runs[s] = run_at(matrix, first[s], scratch);
+    float *second = sums + LANES * call->num_rows;
+    if (call->num_rows >= TILE) run_product(call, S, runs, sums);
+    else for (int s = 0; s < S; s++) run_product(call, 1, &runs[s], s ? second : sums);
+    for (int s = 0; s < S && matrix->bias; s++)
+        for (int64_t row = 0; row < call->num_rows; row++)
+            for (int64_t i = 0; i < LANES && first[s] + i < size; i++)
+                (s ? second : sums)[LANES * row + i] += matrix->bias[first[s] + i];
+    if (call->epilogue == SILU)
         for (int64_t row = 0; row < call->num_rows; row++) {
             f32x16 gate = floats_of(sums + LANES * row);
-            gate = gate / (1.0f + exp16(-gate)) * floats_of(up + LANES * row);
+            gate = gate / (1.0f + exp16(-gate)) * floats_of(second + LANES * row);
             memcpy(sums + LANES * row, &gate, 64);
         }
-    }
-    for (int64_t row = 0; row < call->num_rows; row++) {
-        float *y = call->y + row * call->y_stride + first;
-        const float *sum = sums + LANES * row;
-        if (call->epilogue == ADD) for (int64_t i = 0; i < n; i++) y[i] += sum[i];
-        else memcpy(y, sum, 4 * n);
-    }
+    finish(call, first[0], sums);
+    if (S == 2 && call->epilogue != SILU) finish(call, first[1], second);
 }
 
 static void pack_tiles(void *data) {  // what each thread does first
@@ -184,8 +305,9 @@ static void pack_tiles(void *data) {  // what each thread does first
     for (int64_t row = 0, rows; row < call->num_rows; row += rows, seen++) {
         rows = tile_at(row, call->num_rows);
         if (seen != index) continue;
-        float *out = (float *)call->packed + row * row_words(call->matrix);
-        for (int64_t r = 0; r < rows; r++) pack_row(call, call->x + (row + r) * call->x_stride, (int)rows, out + r);
+        float *out = (float *)call->packed + row * row_words(call->matrix, call->form);
+        int64_t row_bytes = call->x_stride * bytes_of_number(call->x_kind);
+        for (int64_t r = 0; r < rows; r++) pack_row(call, call->x + (row + r) * row_bytes, (int)rows, out + r);
         index = atomic_fetch_add(&call->next_tile, 1);
     }
 }
@@ -193,11 +315,10 @@ static void pack_tiles(void *data) {  // what each thread does first
 static void multiply_runs(void *data) {  // and then
     Call *call = data;
     const Matrix *matrix = call->matrix;
-    int64_t size = call->epilogue == SILU ? matrix->num_outputs / 2 : matrix->num_outputs;
-    int64_t num_runs = (size + LANES - 1) / LANES;
+    int64_t num_tiles = (matrix->num_outputs + 2 * LANES - 1) / (2 * LANES);
     float *sums = aligned_alloc(64, 2 * 64 * call->num_rows);
     uint8_t *scratch = aligned_alloc(64, (LANES * matrix->row_bytes + 63) / 64 * 64);
-    for (long run; (run = atomic_fetch_add(&call->next_run, 1)) < num_runs;) one_run(call, LANES * run, sums, scratch);
+    for (long i; (i = atomic_fetch_add(&call->next_runs, 1)) < num_tiles;) two_runs(call, i, sums, scratch);
     free(sums);
     free(scratch);
 }
@@ -205,16 +326,30 @@ static void multiply_runs(void *data) {  // and then
 // Waking a thread that sleeps takes about as long as one thread needs for this many (outputs x inputs) x (rows + 3).
 enum { ALONE = 8 << 20 };
 
+// Whether products of pairs are faster than those of float32 numbers.
+int blocks_have_pairs(void) {
+#if defined(__AVX512BF16__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 // y = or += the products. Returns 0, or -1 without memory.
-int blocks_product(const Matrix *matrix, const float *x, int64_t x_stride, int64_t num_rows, const float *gain, float eps,
-                   float *y, int64_t y_stride, int32_t epilogue, Parallel parallel, int32_t num_threads) {
+int blocks_product(const Matrix *matrix, const uint8_t *x, int32_t x_kind, int64_t x_stride, int64_t num_rows,
+                   const float *gain, float eps, uint8_t *y, int32_t y_kind, int64_t y_stride, int32_t epilogue,
+                   Parallel parallel, int32_t num_threads) {
     if (matrix->num_outputs * matrix->num_inputs * (num_rows + 3) < ALONE) num_threads = 1;
+    // Where a code becomes a bfloat16 number by way of float32, one row is multiplied by that.
+    int32_t form = matrix->form == PAIRS && num_rows == 1 && matrix->kind != NIBBLES ? FLOATS : matrix->form;
     int64_t most = num_rows < MOST_ROWS ? num_rows : MOST_ROWS;
-    uint8_t *packed = aligned_alloc(64, (4 * most * row_words(matrix) + 63) / 64 * 64);
+    uint8_t *packed = aligned_alloc(64, (4 * most * row_words(matrix, form) + 63) / 64 * 64);
     if (!packed) return -1;
-    for (int64_t row = 0; row < num_rows; row += MOST_ROWS, x += MOST_ROWS * x_stride, y += MOST_ROWS * y_stride) {
+    for (int64_t row = 0; row < num_rows; row += MOST_ROWS) {
         int64_t rows = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
-        Call call = {matrix, x, gain, y, x_stride, y_stride, rows, eps, epilogue, packed, 0, 0};
+        const uint8_t *from = x + row * x_stride * bytes_of_number(x_kind);
+        uint8_t *to = y + row * y_stride * bytes_of_number(y_kind);
+        Call call = {matrix, from, gain, to, x_stride, y_stride, rows, eps, epilogue, form, x_kind, y_kind, packed, 0, 0};
         run_threads(pack_tiles, &call, parallel, rows > TILE ? num_threads : 1);
         run_threads(multiply_runs, &call, parallel, num_threads);
     }
@@ -222,18 +357,75 @@ int blocks_product(const Matrix *matrix, const float *x, int64_t x_stride, int64
     return 0;
 }
 
-// 16 rows at a time, in place; the rows after the last 16 stay as they are. Returns 0, or -1 without memory.
-int blocks_arrange(int32_t kind, uint8_t *weight, int64_t num_outputs, int64_t row_bytes, int32_t restore) {
-    uint8_t *copy = malloc(LANES * row_bytes);
-    if (!copy) return -1;
-    for (int64_t first = 0; first + LANES <= num_outputs; first += LANES) {
-        uint8_t *run = weight + first * row_bytes;
-        memcpy(copy, run, LANES * row_bytes);
-        if (restore) deinterleave(kind, copy, row_bytes, run);
-        else interleave(kind, copy, LANES, row_bytes, run);
+typedef struct {
+    uint8_t *weight;
+    int64_t num_outputs, row_bytes;
+    int32_t kind, restore;
+    atomic_long next_run, num_failed;
+} Rearrangement;
+
+static void arrange_runs(void *data) {
+    Rearrangement *all = data;
+    uint8_t *copy = malloc(LANES * all->row_bytes);
+    if (!copy) {
+        atomic_fetch_add(&all->num_failed, 1);
+        return;
+    }
+    for (int64_t first; (first = LANES * atomic_fetch_add(&all->next_run, 1)) + LANES <= all->num_outputs;) {
+        uint8_t *run = all->weight + first * all->row_bytes;
+        memcpy(copy, run, LANES * all->row_bytes);
+        if (all->restore) interleave(all->kind, run, LANES, all->row_bytes, copy, 1);
+        else interleave(all->kind, copy, LANES, all->row_bytes, run, 0);
     }
     free(copy);
-    return 0;
+}
+
+// 16 rows at a time, in place; the rows after the last 16 stay as they are. Returns 0, or -1 without memory, in which
+// case a part is arranged.
+int blocks_arrange(int32_t kind, uint8_t *weight, int64_t num_outputs, int64_t row_bytes, int32_t restore,
+                   Parallel parallel, int32_t num_threads) {
+    Rearrangement all = {weight, num_outputs, row_bytes, kind, restore, 0, 0};
+    run_threads(arrange_runs, &all, parallel, num_outputs * row_bytes < ALONE ? 1 : num_threads);
+    return all.num_failed ? -1 : 0;
+}
+
+typedef struct {
+    const uint8_t *codes;
+    const int64_t *out_at, *in_at;
+    int64_t num_outputs, num_inputs;
+    int32_t bits;
+    uint8_t *rows;
+    atomic_long next;
+} Gathering;
+
+INLINE uint8_t code_at(const Gathering *all, int64_t place) {
+    return all->bits == 4 ? all->codes[place >> 1] >> 4 * (place & 1) & 15 : all->codes[place];
+}
+
+static void gather_outputs(void *data) {  // 64 at a time: of a checkpoint's row of inputs they share a cache line
+    enum { TOGETHER = 64 };
+    Gathering *all = data;
+    int64_t group_bytes = all->bits == 4 ? GROUP / 2 : GROUP, row_bytes = all->num_inputs / GROUP * group_bytes;
+    for (int64_t first; (first = TOGETHER * atomic_fetch_add(&all->next, 1)) < all->num_outputs;)
+        for (int64_t group = 0; group < all->num_inputs / GROUP; group++)
+            for (int64_t o = first; o < first + TOGETHER && o < all->num_outputs; o++) {
+                const int64_t *in_at = all->in_at + GROUP * group;
+                uint8_t codes[GROUP], *to = all->rows + o * row_bytes + group * group_bytes;
+                for (int i = 0; i < GROUP; i++) codes[i] = code_at(all, all->out_at[o] + in_at[i]);
+                if (all->bits == 8) memcpy(to, codes, GROUP);
+                else for (int i = 0; i < GROUP / 2; i++) {  // the order of NIBBLES
+                    int input = (i & ~3) | (i & 1) << 1 | (i >> 1 & 1);
+                    to[i] = codes[input] | codes[input + 16] << 4;
+                }
+            }
+}
+
+// Rows of blocks of NIBBLES or BYTES from a checkpoint's codes of 4 or 8 bits: that of output o and input i is number
+// out_at[o] + in_at[i], of so many bits, from the lowest of `codes` on.
+void blocks_gather(const uint8_t *codes, const int64_t *out_at, const int64_t *in_at, int64_t num_outputs,
+                   int64_t num_inputs, int32_t bits, uint8_t *rows, Parallel parallel, int32_t num_threads) {
+    Gathering all = {codes, out_at, in_at, num_outputs, num_inputs, bits, rows, 0};
+    run_threads(gather_outputs, &all, parallel, num_outputs * num_inputs < ALONE ? 1 : num_threads);
 }
 
 // Rows `index` of the matrix as numbers: out [n, num_inputs].
@@ -243,10 +435,10 @@ int blocks_rows(const Matrix *matrix, const int64_t *index, int64_t n, float *ou
     if (!scratch) return -1;
     int64_t num_groups = matrix->num_inputs / GROUP;
     for (int64_t i = 0; i < n; i++) {
-        const uint8_t *run = run_at(matrix, index[i] / LANES * LANES, scratch);
+        Run run = run_at(matrix, index[i] / LANES * LANES, scratch);
         for (int64_t first = 0; first < num_groups; first += CHUNK / GROUP) {
             int left = (int)(num_groups - first < CHUNK / GROUP ? num_groups - first : CHUNK / GROUP);
-            UNPACK_CHUNK[matrix->kind][0](run, first, left, &chunk);
+            UNPACK_CHUNK[FLOATS][matrix->kind](&run, first, left, &chunk);
             float *to = out + i * matrix->num_inputs + GROUP * first;
             for (int j = 0; j < GROUP * left; j++) to[j] = chunk.weights[j][index[i] % LANES];
         }

@@ -41,6 +41,12 @@ INLINE f32x16 byte_of(u32x16 words, int i) {
 #endif
 }
 
+// Byte i of each word, an FP8 number: exponents are 120 less than those of float32. NaN is not kept.
+INLINE f32x16 e4m3_of(u32x16 words, int i) {
+    u32x16 top = words << (24 - 8 * i);
+    return (f32x16)((top & 0x80000000) | (top >> 4 & 0x07f00000)) * 0x1p120f;
+}
+
 INLINE f32x16 floats_of_bytes(u8x16 bytes) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));
@@ -209,6 +215,17 @@ INLINE i32x16 dot_bytes(i32x16 sums, u32x16 a, int32_t b) {
 #else
     for (int i = 0; i < 4; i++) sums += (i32x16)(a >> 8 * i & 255) * (int8_t)(b >> 8 * i);
     return sums;
+#endif
+}
+
+// sums + the two products of bfloat16 numbers of each word.
+INLINE f32x16 dot_pairs(f32x16 sums, u32x16 a, uint32_t b) {
+#if defined(__AVX512BF16__)
+    return (f32x16)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)_mm512_set1_epi32(b));
+#else
+    f32x16 low = (f32x16)(a << 16), high = (f32x16)(a & 0xffff0000);
+    union { uint32_t bits; float number; } x = {b << 16}, y = {b & 0xffff0000};
+    return fma16(high, splat(y.number), fma16(low, splat(x.number), sums));
 #endif
 }
 

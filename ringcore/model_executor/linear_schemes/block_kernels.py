@@ -1,24 +1,39 @@
-"""The C functions of `product.c` for matrices in the blocks of a GGUF file."""
+"""The C functions of `product.c`: matrices in blocks, those of a GGUF file or of codes whose scales are beside them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import logging
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 
 from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.kernels.native.compiled import NoLibrary, load_compiled
-from ringcore.kernels.native.threads import num_threads, parallel
+from ringcore.kernels.native.threads import KINDS, num_threads, parallel
+from ringcore.model_executor.linear_schemes.codes import CodePlaces
 from ringcore.model_executor.weight import Arrangement
 
-__all__ = ["BlockKernels", "BlocksArrangement", "KernelMatrix", "block_kernels"]
+__all__ = [
+    "LANES",
+    "BlockKernels",
+    "BlockLayout",
+    "BlocksArrangement",
+    "KernelMatrix",
+    "RunScales",
+    "block_kernels",
+    "exact_form",
+]
 
 _log = logging.getLogger(__name__)
 
-_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")  # in the order of the enum in C
+_KINDS = (  # in the order of the enum in C
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
+    *("NIBBLES", "BYTES", "E4M3"),
+)
+_FORMS = {"floats": 0, "rounded": 1, "pairs": 2, "integers": 3}
 _EPILOGUES = {"store": 0, "add": 1, "silu": 2}
 LANES = 16  # outputs of a run
 _pointer, _int64, _int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -31,8 +46,12 @@ class _Matrix(ctypes.Structure):
         ("num_inputs", _int64),
         ("row_bytes", _int64),
         ("bias", _pointer),
+        ("scales", _pointer),
+        ("zeros", _pointer),
+        ("run_scales", _int64),
         ("kind", _int32),
-        ("is_rounded", _int32),
+        ("form", _int32),
+        ("shift", _int32),
     )
 
 
@@ -42,14 +61,32 @@ class BlockKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.product = library.blocks_product
         self.product.argtypes = (
-            *(_pointer, _pointer, _int64, _int64, _pointer, ctypes.c_float, _pointer, _int64, _int32),
-            *(_pointer, _int32),
+            *(_pointer, _pointer, _int32, _int64, _int64, _pointer, ctypes.c_float),
+            *(_pointer, _int32, _int64, _int32, _pointer, _int32),
         )
         self.arrange = library.blocks_arrange
-        self.arrange.argtypes = (_int32, _pointer, _int64, _int64, _int32)
+        self.arrange.argtypes = (_int32, _pointer, _int64, _int64, _int32, _pointer, _int32)
         self.rows = library.blocks_rows
         self.rows.argtypes = (_pointer, _pointer, _int64, _pointer)
+        self._gather = library.blocks_gather
+        self._gather.argtypes = (_pointer, _pointer, _pointer, _int64, _int64, _int32, _pointer, _pointer, _int32)
+        self._gather.restype = None
         self.parallel = parallel()
+        self.have_pairs = bool(library.blocks_have_pairs())
+
+    def interleave(self, kind: str, rows: torch.Tensor, is_restored: bool = False) -> None:
+        """rows: [num_outputs, bytes of a row] uint8, contiguous: by 16, in place, or back."""
+        assert rows.is_contiguous()
+        threads = self.parallel, num_threads()
+        _check(self.arrange(_KINDS.index(kind), rows.data_ptr(), *rows.shape, is_restored, *threads))
+
+    def gather(self, places: CodePlaces, bits: int, rows: torch.Tensor) -> None:
+        """Fills rows, [num_outputs, num_inputs * bits / 8] uint8, with codes of 4 or 8 bits as NIBBLES or BYTES have
+        them, not interleaved yet."""
+        out_at, in_at = places.out_at.contiguous(), places.in_at.contiguous()
+        assert out_at.dtype == in_at.dtype == torch.int64
+        at = places.storage.data_ptr(), out_at.data_ptr(), in_at.data_ptr(), len(out_at), len(in_at)
+        self._gather(*at, bits, rows.data_ptr(), self.parallel, num_threads())
 
 
 @functools.cache
@@ -66,7 +103,7 @@ class BlocksArrangement(Arrangement):
     """Rows of blocks, [num_outputs, bytes of a row] uint8, interleaved by 16 where there are kernels for them."""
 
     def __init__(self, form: GgufFormat) -> None:
-        self._kind = _KINDS.index(form.kind)
+        self._kind = form.kind
 
     def is_used_on(self, device: torch.device) -> bool:
         return device.type == "cpu" and block_kernels() is not None
@@ -80,31 +117,71 @@ class BlocksArrangement(Arrangement):
     def _run(self, tensor: torch.Tensor, is_restored: bool) -> None:
         kernels = block_kernels()
         assert kernels is not None
-        assert tensor.is_contiguous()
-        _check(kernels.arrange(self._kind, tensor.data_ptr(), *tensor.shape, is_restored))
+        kernels.interleave(self._kind, tensor, is_restored)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """kind: of the blocks, of so many `numbers` in `num_bytes`. form: of the inputs in a product. "floats": as they
+    are; "rounded": to 8 bits, with a scale for each 32; "pairs": as they are, of bfloat16 inputs alone; "integers": to
+    8 bits with a scale for each row, by integers with one for each output."""
+
+    kind: str
+    numbers: int
+    num_bytes: int
+    form: Literal["floats", "rounded", "pairs", "integers"] = "floats"
+
+    @classmethod
+    def of_file(cls, form: GgufFormat, dtype: torch.dtype = torch.float32) -> Self:
+        """dtype: of the inputs."""
+        return cls(form.kind, *form.block, "rounded" if form.rounds_inputs else exact_form(dtype))
+
+
+def exact_form(dtype: torch.dtype) -> Literal["floats", "pairs"]:
+    """The faster form for inputs of `dtype` as they are: codes are bfloat16 numbers too."""
+    kernels = block_kernels()
+    return "pairs" if dtype == torch.bfloat16 and kernels is not None and kernels.have_pairs else "floats"
+
+
+@dataclass(frozen=True, slots=True)
+class RunScales:
+    """scales: [runs of 16 outputs, scales of an output, 16] float32; zeros: likewise uint8. A scale is of 2^shift
+    groups of 32 inputs."""
+
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    shift: int
 
 
 class KernelMatrix:
     """A matrix of interleaved rows, and its bias."""
 
     def __init__(
-        self, kernels: BlockKernels, rows: torch.Tensor, form: GgufFormat, bias: torch.Tensor | None = None
+        self,
+        kernels: BlockKernels,
+        rows: torch.Tensor,
+        layout: BlockLayout,
+        bias: torch.Tensor | None = None,
+        scales: RunScales | None = None,
     ) -> None:
-        """rows: [num_outputs, bytes of a row] uint8, interleaved; bias: [num_outputs]. Both are used as they are at
-        each product."""
-        numbers, num_bytes = form.block
+        """rows: [num_outputs, bytes of a row] uint8, interleaved; bias: [num_outputs]. All are used as they are at each
+        product."""
         assert rows.is_contiguous()
         assert bias is None or bias.dtype == torch.float32
-        self.num_outputs, self.num_inputs = len(rows), rows.shape[1] // num_bytes * numbers
-        self._kernels, self._tensors = kernels, (rows, bias)
+        self.num_outputs, self.num_inputs = len(rows), rows.shape[1] // layout.num_bytes * layout.numbers
+        self._kernels, self._tensors, self._has_pairs = kernels, (rows, bias, scales), layout.form == "pairs"
         self._matrix = _Matrix(
             rows.data_ptr(),
             self.num_outputs,
             self.num_inputs,
             rows.shape[1],
             None if bias is None else bias.data_ptr(),
-            _KINDS.index(form.kind),
-            form.rounds_inputs,
+            None if scales is None else scales.scales.data_ptr(),
+            None if scales is None else scales.zeros.data_ptr(),
+            0 if scales is None else scales.scales[0].numel(),
+            _KINDS.index(layout.kind),
+            _FORMS[layout.form],
+            0 if scales is None else scales.shift,
         )
         self._address = ctypes.addressof(self._matrix)
 
@@ -116,23 +193,27 @@ class KernelMatrix:
         gain: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> torch.Tensor:
-        """x: [n, num_inputs] float32 -> y: [n, num_outputs] float32, which is overwritten, or added to; with "silu",
-        for which the outputs are gate and up, of whole runs of 16: [n, num_outputs / 2].
+        """x: [n, num_inputs] -> y: [n, num_outputs], of any of float32, bfloat16 and float16, which is overwritten, or
+        in float32 added to; with "silu", for which the outputs are gate and up, of whole runs of 16: [n, num_outputs /
+        2].
 
         gain: [num_inputs] float32; with it the rows of x are normalised first (RMSNorm).
         """
-        assert x.dtype == y.dtype == torch.float32
         assert x.stride(1) == y.stride(1) == 1
+        assert x.dtype == torch.bfloat16 or not self._has_pairs
+        assert y.dtype == torch.float32 or epilogue != "add"
         kernels = self._kernels
         _check(
             kernels.product(
                 self._address,
                 x.data_ptr(),
+                KINDS[x.dtype],
                 x.stride(0),
                 len(x),
                 None if gain is None else gain.data_ptr(),
                 eps,
                 y.data_ptr(),
+                KINDS[y.dtype],
                 y.stride(0),
                 _EPILOGUES[epilogue],
                 kernels.parallel,

@@ -1,4 +1,4 @@
-"""The product of a matrix in the blocks of a GGUF file, by the C kernels: norm, gate and sum are in the same call."""
+"""The product of a matrix in blocks by the C kernels: norm, gate and sum are in the same call."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ __all__ = ["BlockProduct"]
 
 
 class BlockProduct(Product):
-    """In float32; results are of the layer's dtype."""
+    """Sums are in float32, and rounded once to the dtype of the inputs."""
 
-    def __init__(self, matrix: KernelMatrix, dtype: torch.dtype, derived: Derived) -> None:
+    def __init__(
+        self, matrix: KernelMatrix, dtype: torch.dtype, derived: Derived, order: torch.Tensor | None = None
+    ) -> None:
         """dtype: the layer's. In 16 bits norm and gate round their results, so they stay operations of their own.
-        derived: has the bias of the matrix."""
-        self._matrix, self._derived = matrix, derived
-        self._fuses = dtype == torch.float32
+        derived: has the bias of the matrix. order: in which the matrix has its inputs."""
+        self._matrix, self._derived, self._order = matrix, derived, order
+        self._fuses = dtype == torch.float32 and order is None
         self._fuses_gate = self._fuses and matrix.num_outputs % (2 * LANES) == 0
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is not None and out.dtype == torch.float32 and out.stride(1) == 1:
-            return self._matrix.multiply(_floats(x), out)
-        product = self._product(_floats(x))
-        return product.to(x.dtype) if out is None else out.copy_(product)
+        if out is not None and out.stride(1) == 1:
+            return self._matrix.multiply(self._rows(x), out)
+        product = self._product(self._rows(x))
+        return product if out is None else out.copy_(product)
 
     def after_norm(self, norm: Norm, hidden: Residual, tokens: TokenContext) -> torch.Tensor:
         if not self._fuses or norm.gain is None:
@@ -42,7 +44,7 @@ class BlockProduct(Product):
         return self._matrix.multiply(rows, gated, "silu", norm.gain, norm.eps)
 
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
-        self._matrix.multiply(_floats(x), hidden.rows, "add")
+        self._matrix.multiply(self._rows(x), hidden.rows, "add")
 
     def refresh(self) -> None:
         self._derived.refresh()
@@ -50,6 +52,7 @@ class BlockProduct(Product):
     def _product(self, x: torch.Tensor, gain: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
         return self._matrix.multiply(x, x.new_empty(len(x), self._matrix.num_outputs), "store", gain, eps)
 
-
-def _floats(x: torch.Tensor) -> torch.Tensor:
-    return x.float().contiguous()
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self._order is not None:
+            return x.index_select(1, self._order)
+        return x if x.stride(1) == 1 else x.contiguous()

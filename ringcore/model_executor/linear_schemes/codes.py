@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -14,6 +14,7 @@ __all__ = [
     "E2M1_MAGNITUDES",
     "AwqCodes",
     "ByteCodes",
+    "CodePlaces",
     "Codes",
     "E2m1Codes",
     "E2m1QuadCodes",
@@ -31,6 +32,15 @@ __all__ = [
 ]
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class CodePlaces(NamedTuple):
+    """The integer of output o and input i is number out_at[o] + in_at[i], of the codes' bits, from the first byte of
+    `storage` on, the lowest bits first. out_at: [num_outputs], in_at: [num_inputs] int64."""
+
+    storage: torch.Tensor
+    out_at: torch.Tensor
+    in_at: torch.Tensor
 
 
 class Codes(ABC):
@@ -80,6 +90,11 @@ class WordCodes(Codes):
 
     def numbers(self, first: int, end: int) -> torch.Tensor:
         return unpacked(self.words[first:end], self.bits)[:, : self.shape[1]].float()
+
+    def places(self) -> CodePlaces:
+        per_word, inputs = 8 * self.words.itemsize // self.bits, torch.arange(self.shape[1])
+        in_at = inputs // per_word * per_word * self.words.stride(1) + inputs % per_word
+        return CodePlaces(self.words, torch.arange(self.shape[0]) * per_word * self.words.stride(0), in_at)
 
 
 class E2m1Codes(Codes):
@@ -224,6 +239,10 @@ class AwqCodes(Codes):
         columns = self.columns[first:end]
         words = self.words.index_select(1, columns // 8)
         return (words >> columns % 8 * 4).bitwise_and_(15).t().float()
+
+    def places(self) -> CodePlaces:
+        assert self.words.stride(1) == 1
+        return CodePlaces(self.words, self.columns.long(), torch.arange(self.shape[1]) * 8 * self.words.stride(0))
 
 
 def awq_columns(outputs: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,12 @@ import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import GgufFormat
-from ringcore.model_executor.linear_schemes.block_kernels import BlocksArrangement, KernelMatrix, block_kernels
+from ringcore.model_executor.linear_schemes.block_kernels import (
+    BlockLayout,
+    BlocksArrangement,
+    KernelMatrix,
+    block_kernels,
+)
 from ringcore.model_executor.linear_schemes.block_product import BlockProduct
 from ringcore.model_executor.linear_schemes.dense import Dense, dense_product
 from ringcore.model_executor.linear_schemes.expanding_product import ExpandingProduct
@@ -31,7 +36,7 @@ class RowsOfBlocks(Protocol):
 def rows_of_blocks(table: torch.Tensor, form: GgufFormat) -> RowsOfBlocks:
     """table: [num_rows, bytes of a row] uint8, as `GgufScheme` declares it, loaded."""
     kernels = block_kernels() if table.device.type == "cpu" else None
-    return GgufMatrix(table, form) if kernels is None else KernelMatrix(kernels, table, form)
+    return GgufMatrix(table, form) if kernels is None else KernelMatrix(kernels, table, BlockLayout.of_file(form))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,8 @@ class GgufScheme(LinearScheme):
         if kernels is not None:
             derived = Derived()
             floats = None if bias is None else derived.make(bias.float)
-            return BlockProduct(KernelMatrix(kernels, rows, self.format, floats), shard.dtype, derived)
+            layout = BlockLayout.of_file(self.format, shard.dtype)
+            return BlockProduct(KernelMatrix(kernels, rows, layout, floats), shard.dtype, derived)
         rounding = round_by_block if self.format.rounds_inputs else None
         return ExpandingProduct(GgufMatrix(rows, self.format), bias, rounding=rounding)
 

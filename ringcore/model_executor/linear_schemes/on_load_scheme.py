@@ -6,6 +6,7 @@ wherever a weight is read or updated, and codes and scales are one tensor, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -25,20 +26,49 @@ from ringcore.model_executor.weight import Weight
 
 __all__ = ["EncodedRows", "OnLoadScheme", "quantize_groups"]
 
+_LARGEST = 448.0
+# Scales of a group that are tried, in terms of the one by which its largest magnitude becomes 448. Steps of e4m3 are a
+# sixteenth to an eighth of a number, so a factor of two changes nothing, and one between changes which numbers have the
+# smaller steps. Perplexity of SmolLM2-135M: 2.2% above float32's with the first alone, 0.7% to 1.0% with all.
+_SCALES = (1.0, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875)
+_HALF_STEP, _BELOW_STEP = 1 << 19, (1 << 20) - 1  # in the bits of a float32 number
+_PIECE = 1 << 18  # numbers of which a CPU tries scales at a time: they stay in a core's cache
+
 
 def quantize_groups(values: torch.Tensor, number: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """values [..., group] float32 -> (codes: float8_e4m3fn, or of 4 bits uint8, scales [...] float32).
+    """values [n, groups, group] float32 -> (codes: float8_e4m3fn, or of 4 bits uint8, scales [n, groups] float32).
 
-    FP8: the largest magnitude becomes 448. 4 bits: it becomes code 0, which is -8 times a scale of either sign; the
-    zero is 8. Of a group of zeros the scale is 0.
+    FP8: the scale of `_SCALES` with the least squared error. 4 bits: the largest magnitude becomes code 0, which is -8
+    times a scale of either sign; the zero is 8. Of a group of zeros the scale is 0.
     """
-    largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
-    scales = largest / (448.0 if number == "fp8" else -8.0)
-    scales = scales.abs() if number == "fp8" else scales
-    numbers = values / scales.masked_fill(scales == 0, 1.0)
     if number == "fp8":
-        return numbers.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scales.squeeze(-1)
+        scales = _fp8_scales(values)
+        numbers = values / scales.masked_fill(scales == 0, 1.0)
+        return numbers.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales.squeeze(-1)
+    scales = values.gather(-1, values.abs().argmax(-1, keepdim=True)) / -8.0
+    numbers = values / scales.masked_fill(scales == 0, 1.0)
     return numbers.round_().add_(8).clamp_(0, 15).to(torch.uint8), scales.squeeze(-1)
+
+
+def _fp8_scales(values: torch.Tensor) -> torch.Tensor:
+    """[n, groups, group] -> [n, groups, 1]."""
+    rows = max(1, _PIECE // max(1, values[0].numel())) if len(values) and values.device.type == "cpu" else len(values)
+    return torch.cat([_best_scales(piece) for piece in torch.split(values, max(1, rows))])
+
+
+def _best_scales(values: torch.Tensor) -> torch.Tensor:
+    """Errors are those of numbers with 3 bits of mantissa: numbers below 2^-6, whose steps are equal, have no part in
+    which scale is the best."""
+    least = values.abs().amax(-1, keepdim=True) / _LARGEST
+    whole = least.masked_fill(least == 0, 1.0)
+    best, fewest = torch.ones_like(least), torch.full_like(least, math.inf)
+    for factor in _SCALES:
+        numbers = values / (whole * factor)
+        rounded = numbers.view(torch.int32).add(_HALF_STEP).bitwise_and_(~_BELOW_STEP).view(torch.float32)
+        errors = rounded.sub_(numbers).square_().sum(-1, keepdim=True).mul_(factor * factor)
+        best.masked_fill_(errors < fewest, factor)
+        fewest = torch.minimum(fewest, errors)
+    return least * best
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.codes import ByteCodes
-from ringcore.model_executor.linear_schemes.expanding_product import cpu_product, integer_product
+from ringcore.model_executor.linear_schemes.cpu_product import cpu_product
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
@@ -28,23 +28,17 @@ def quantized_product(
     rounding: InputRounding | None = None,
 ) -> Product:
     """rounding: of the inputs, before the product."""
-    inner_bias = bias if rounding is None else None
-    inner: Product
-    if ops.has_kernels(matrix.scales.device):
-        from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
+    if not ops.has_kernels(matrix.scales.device):
+        return cpu_product(matrix, bias, shard.dtype, updatable, rounding)
+    from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
 
-        group = None if rounding is None else _row_group(matrix, rounding)
-        if group is not None:
-            scaled = ScaledProduct.of(matrix, shard.dtype, group)
-            return RoundedProduct(packed_weight(matrix, shard.dtype), bias, group, scaled, matrix.derived)
-        inner = KernelProduct(packed_weight(matrix, shard.dtype), inner_bias, derived=matrix.derived)
-    else:
-        by_integers = None
-        if rounding is not None and rounding.format.number == "int8" and rounding.format.scale != "group":
-            by_integers = integer_product(matrix)
-        inner = by_integers or cpu_product(matrix, inner_bias, shard.dtype, updatable)
+    weight = packed_weight(matrix, shard.dtype)
     if rounding is None:
-        return inner
+        return KernelProduct(weight, bias, derived=matrix.derived)
+    group = _row_group(matrix, rounding)
+    if group is not None:
+        return RoundedProduct(weight, bias, group, ScaledProduct.of(matrix, shard.dtype, group), matrix.derived)
+    inner = KernelProduct(weight, None, derived=matrix.derived)
     return RoundedInputs(inner, rounding, bias, _scaled(matrix, shard, rounding))
 
 

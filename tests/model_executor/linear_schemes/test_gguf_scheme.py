@@ -22,7 +22,12 @@ from ringcore.distributed.parallel import SingleRank
 from ringcore.errors import ConfigError, InvalidRequestError
 from ringcore.families import FAMILIES
 from ringcore.host.resources import Host
-from ringcore.model_executor.linear_schemes.block_kernels import BlocksArrangement, KernelMatrix, block_kernels
+from ringcore.model_executor.linear_schemes.block_kernels import (
+    BlockLayout,
+    BlocksArrangement,
+    KernelMatrix,
+    block_kernels,
+)
 from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix, round_by_block
 from ringcore.model_executor.loader import load_weights, pending_weights
 from ringcore.model_executor.models import build_model
@@ -88,7 +93,7 @@ def kernels():
 def in_kernels(rows, form, bias=None):
     arranged = rows.clone()
     BlocksArrangement(form).arrange(arranged)
-    return KernelMatrix(kernels(), arranged, form, bias)
+    return KernelMatrix(kernels(), arranged, BlockLayout.of_file(form), bias)
 
 
 def adverse_inputs(num_rows, num_inputs):

@@ -26,11 +26,14 @@ CPU = torch.device("cpu")
 
 
 def expanded(weight, number, group):
-    """By hand: the numbers nearest to weight / scale."""
+    """By hand: the numbers nearest to weight / scale, in FP8 of the scale with the least squared error."""
     groups = weight.reshape(len(weight), -1, group)
     largest = groups.abs().amax(-1, keepdim=True)
     if number == "fp8":
-        return ((groups / (largest / 448)).to(torch.float8_e4m3fn).float() * (largest / 448)).reshape(weight.shape)
+        scales = torch.stack([largest / 448 * (8 + eighth) / 8 for eighth in range(8)])
+        rounded = (groups / scales).to(torch.float8_e4m3fn).float() * scales
+        best = (rounded - groups).double().square().sum(-1, keepdim=True).argmin(0, keepdim=True)
+        return rounded.gather(0, best.expand(1, *groups.shape)).reshape(weight.shape)
     first = (groups.abs() == largest).float().argmax(-1, keepdim=True)
     scale = groups.gather(-1, first) / -8
     return ((groups / scale).round().clamp(-8, 7) * scale).reshape(weight.shape)

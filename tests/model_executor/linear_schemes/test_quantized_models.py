@@ -57,7 +57,7 @@ def test_logits_are_those_of_the_expanded_model(saved, kind, size):
 
 @pytest.mark.parametrize("kind", ["w4 asym order", "awq", "w8 asym", "int8"])
 def test_16_bits(saved, kind):
-    """By torch's operators for bfloat16 where they take the matrix: 8 bits of mantissa at every step."""
+    """8 bits of mantissa at every step."""
     folder, expected = saved(kind)
     found = logits_of(load(folder, dtype=torch.bfloat16), "bfloat16")
     assert (found - expected).abs().mean() < (0.08 if kind in ROUNDS_INPUTS else 0.03) * expected.std()
