@@ -17,7 +17,7 @@ from scenarios import child_environment
 from ringcore.errors import RingcoreError
 from ringcore.front_end.client import EngineCoreClient
 
-SHORT, LONG = 5, 200  # engines
+SHORT, LONG = 4, 200  # engines
 WARM_UP = 2
 GROWTH_KB = 3 << 10
 GONE_S = 20.0
