@@ -62,7 +62,7 @@ def test_prompts_chunks_and_decodes(core: Any, monkeypatch: pytest.MonkeyPatch, 
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=12, ignore_eos=True, **KINDS[kind])
     for warm in (False, True):
-        prompts = [rng.integers(5, 90, rng.integers(1, 400)).tolist() for _ in range(12)]
+        prompts = [rng.integers(5, 90, rng.integers(1, 140)).tolist() for _ in range(12)]
         if not warm:
             generate(core, prompts, params)
             continue

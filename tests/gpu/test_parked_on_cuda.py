@@ -54,5 +54,5 @@ def test_it_is_adopted_on_the_device(options, expected, level):
             parked.close()
             assert tokens(client) == expected
     if level:
-        weights_and_cache = ready.memory_bytes[0]["weights"] + 512 * MIB
+        weights_and_cache = ready.memory_bytes[0]["weights_bytes"] + 512 * MIB
         assert awake_bytes - parked_bytes > 0.9 * weights_and_cache
