@@ -143,7 +143,7 @@ def test_an_error_ends_the_capturing_and_nothing_else(caplog):
         with caplog.at_level("WARNING"):
             core.reply(RingcoreError("CUDA out of memory"))
             wait_until(lambda: "CUDA out of memory" in caplog.text)
-        assert "steps capture the missing ones" in caplog.text
+        assert "steps capture those that they miss often" in caplog.text
         core.do(lambda: came(output(1)))
         assert served.receive().message.others == [output(1)]
         wait_until(lambda: is_asleep(core))
