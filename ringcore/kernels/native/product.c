@@ -28,6 +28,7 @@ typedef struct {
     float eps;
     int32_t epilogue, form, x_kind, y_kind;
     uint8_t *packed;
+    int32_t num_threads;
     atomic_long next_tile, next_runs;
 } Call;
 
@@ -312,13 +313,18 @@ static void pack_tiles(void *data) {  // what each thread does first
     }
 }
 
+enum { SPANS = 8 };  // for each thread, so that one without a core of its own delays the others by little
+
 static void multiply_runs(void *data) {  // and then
     Call *call = data;
     const Matrix *matrix = call->matrix;
     int64_t num_tiles = (matrix->num_outputs + 2 * LANES - 1) / (2 * LANES);
     float *sums = aligned_alloc(64, 2 * 64 * call->num_rows);
     uint8_t *scratch = aligned_alloc(64, (LANES * matrix->row_bytes + 63) / 64 * 64);
-    for (long i; (i = atomic_fetch_add(&call->next_runs, 1)) < num_tiles;) two_runs(call, i, sums, scratch);
+    // Runs in a row are taken at once: a thread that skips what another one takes loses what the processor reads ahead.
+    long span = num_tiles / (SPANS * call->num_threads) + 1;
+    for (long first; (first = atomic_fetch_add(&call->next_runs, span)) < num_tiles;)
+        for (long i = first; i < first + span && i < num_tiles; i++) two_runs(call, i, sums, scratch);
     free(sums);
     free(scratch);
 }
@@ -349,7 +355,7 @@ int blocks_product(const Matrix *matrix, const uint8_t *x, int32_t x_kind, int64
         int64_t rows = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         const uint8_t *from = x + row * x_stride * bytes_of_number(x_kind);
         uint8_t *to = y + row * y_stride * bytes_of_number(y_kind);
-        Call call = {matrix, from, gain, to, x_stride, y_stride, rows, eps, epilogue, form, x_kind, y_kind, packed, 0, 0};
+        Call call = {matrix, from, gain, to, x_stride, y_stride, rows, eps, epilogue, form, x_kind, y_kind, packed, num_threads, 0, 0};
         run_threads(pack_tiles, &call, parallel, rows > TILE ? num_threads : 1);
         run_threads(multiply_runs, &call, parallel, num_threads);
     }
