@@ -19,7 +19,7 @@ MOST_LENGTHS = 8  # as in C
 
 
 class NgramTables(ctypes.Structure):
-    """An index as `ngrams.c` sees it; whoever makes it keeps the arrays."""
+    """An index as `ngrams.c` sees it: pointers into numpy arrays, which the `NgramIndex` keeps alive."""
 
     _fields_ = (
         *((name, _pointer) for name in ("text", "tables", "lengths")),

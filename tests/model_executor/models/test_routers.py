@@ -32,6 +32,15 @@ def test_softmax_routers_are_recognised(model_type, dtype):
     assert len(routers_of(model_type, dtype)[1]) == 1
 
 
+def test_routers_that_differ_in_a_number_are_tried_each():
+    config = CONFIG_MAPPING["qwen3_moe"](**SIZES | TYPES["qwen3_moe"] | {"num_hidden_layers": 2}).to_dict()
+    model = build_on_meta(config, torch.float32, "eager")
+    first, second = (one for one in model.modules() if type(one).__name__ == "Qwen3MoeTopKRouter")
+    first.norm_topk_prob, second.norm_topk_prob = True, False
+    forms = Routers(model, torch.float32, lambda: record(Body(model), 64))._forms.values()
+    assert [form.normalises for form in forms] == [True, False]
+
+
 def test_a_router_of_another_formula_is_not():
     assert len(routers_of("glm4_moe", **OTHERS["glm4_moe"])[1]) == 0
 
