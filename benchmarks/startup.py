@@ -47,7 +47,8 @@ class Startup(Benchmark):
 
         def row(name: str, field: str) -> Measurement:
             samples = {engine: [getattr(start, field) for start in taken] for engine, taken in starts.items()}
-            return Measurement(name=name, unit="s", higher_is_better=False, samples=samples)
+            shown = f"{name}, beside a parked engine" if adopting else name
+            return Measurement(name=shown, unit="s", higher_is_better=False, samples=samples)
 
         return Findings(
             measurements=[
