@@ -49,8 +49,7 @@ MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
 
 _ANY = 1 << 30  # tokens
 
-# As `MEASURED`, of weights in MXFP4. Of a gated product, 4 warps with 64 rows gave NaN, compiled by Triton 3.6: more
-# tokens take 8.
+# As `MEASURED`, of weights in MXFP4.
 MEASURED_E2M1: Mapping[Shape, Mapping[int, DotConfig]] = {
     (32, 4, 5760, 2880): {
         4: DotConfig(128, 128, 4, 4, 1, block_rows=8),

@@ -111,7 +111,7 @@ def add_packed_product(
     if scales_sums:
         total += sums * scales
     else:
-        total = sums
+        total = _waited_for(sums)
     return total
 
 
@@ -145,6 +145,16 @@ def rescaled(total, dtype: tl.constexpr, layout: tl.constexpr):
     if layout[0] == _E2M1 and has_packed_math() and dtype == tl.bfloat16:
         total *= 9223372036854775808.0  # 2^MOVED
     return total
+
+
+@triton.jit
+def _waited_for(sums):
+    """The sums of `tl.dot`, whose tensor cores have read their operands: any use but by another dot waits for that.
+    Without it Triton 3.6 and 3.7 begin the next round of a pipelined loop while a wgmma reads weights from registers,
+    and ptxas gives these to others."""
+    if has_packed_math():
+        sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], tl.float32, is_pure=True, pack=1)
+    return sums
 
 
 @triton.jit
