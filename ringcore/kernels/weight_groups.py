@@ -14,11 +14,13 @@ from ringcore.kernels.packed_weight import DENSE, NIBBLES, NIBBLES_E2M1
 __all__ = [
     "MOVED",
     "are_alike",
+    "are_compact",
     "chunk_scales",
     "chunk_zeros",
     "entries_of_row",
     "has_one_group",
     "has_quads",
+    "load_scales",
     "moved_scales",
     "scales_of",
     "zeros_in",
@@ -49,6 +51,20 @@ def are_alike(layout):
     return num_groups == 1 or (not has_index and size % (4 * run) == 0 and offset % (4 * run) == 0)
 
 
+@triton.constexpr_function
+def are_compact(layout, block_inputs):
+    """Whether a tile is of whole groups, or its groups of whole tiles: their numbers are loaded once a group."""
+    _, _, size, offset, _, _, has_index, _, _ = layout
+    is_whole = not has_index and offset == 0 and block_inputs % size == 0
+    return has_one_group(layout, block_inputs) or (is_whole and (not has_quads(layout) or are_alike(layout)))
+
+
+@triton.jit
+def load_scales(packed, rows, at, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """Ahead of the tile from input `at` on, see `_load_groups`: what its `scales_of` or `moved_scales` begin with."""
+    return _load_groups(packed[0], packed[4], packed[5], rows, at, block_inputs, layout)
+
+
 @triton.jit
 def entries_of_row(packed, num_inputs: tl.constexpr, layout: tl.constexpr):
     """From output to output of the weight; of a dense one its inputs."""
@@ -76,9 +92,12 @@ def zeros_in(scales, layout: tl.constexpr):
 
 
 @triton.jit
-def scales_of(packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """As `_of_groups`, float32."""
-    found = _of_groups(packed[0], packed[4], packed[5], packed[2], rows, at, inputs, num_inputs, block_inputs, layout)
+def scales_of(
+    packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr, loaded=None
+):
+    """As `_of_groups`, float32. loaded: what `load_scales` found."""
+    values = packed[0], packed[4], packed[5], packed[2]
+    found = _of_groups(*values, rows, at, inputs, num_inputs, block_inputs, layout, loaded)
     if found.dtype == tl.uint8:  # the exponent of a power of 2
         exponents = found.to(tl.int32)
         found = tl.where(exponents == 0, 1 << 22, exponents << 23).to(tl.float32, bitcast=True)
@@ -86,9 +105,12 @@ def scales_of(packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: 
 
 
 @triton.jit
-def moved_scales(packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """As `_of_groups`, of powers of 2 up to `MAX_E2M1_EXPONENT`: bfloat16, times 2^(126 - MOVED)."""
-    found = _of_groups(packed[0], packed[4], packed[5], packed[2], rows, at, inputs, num_inputs, block_inputs, layout)
+def moved_scales(
+    packed, rows, at, inputs, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr, loaded=None
+):
+    """As `scales_of`, of powers of 2 up to `MAX_E2M1_EXPONENT`: bfloat16, times 2^(126 - MOVED)."""
+    values = packed[0], packed[4], packed[5], packed[2]
+    found = _of_groups(*values, rows, at, inputs, num_inputs, block_inputs, layout, loaded)
     return ((found.to(tl.int16) + (126 - MOVED)) << 7).to(tl.bfloat16, bitcast=True)
 
 
@@ -137,32 +159,38 @@ def _of_groups(
     num_inputs: tl.constexpr,
     block_inputs: tl.constexpr,
     layout: tl.constexpr,
+    loaded=None,
 ):
-    """Each column's number of [num_outputs, groups]: [n, columns], or [n, 1] where a tile has one group. Loaded once a
-    group where tiles are of whole groups, or groups of whole tiles."""
-    num_groups: tl.constexpr = layout[1]
-    size: tl.constexpr = layout[2]
-    offset: tl.constexpr = layout[3]
-    has_index: tl.constexpr = layout[6]
-    first = values + rows.to(tl.int64)[:, None] * row_stride
-    if num_groups == 1:
-        found = tl.load(first)
-    elif has_one_group(layout, block_inputs):
-        found = tl.load(first + (at + offset) // size * group_stride)
-    elif not has_index and offset == 0 and block_inputs % size == 0 and (not has_quads(layout) or are_alike(layout)):
-        count: tl.constexpr = block_inputs // size
-        each: tl.constexpr = inputs.shape[0] // count
-        groups = at // size + tl.arange(0, count)
-        if num_inputs % block_inputs == 0:
-            of_groups = tl.load(first + groups[None, :] * group_stride)
+    """Each column's number of [num_outputs, groups]: [n, columns], or [n, 1] where a tile has one group. loaded: what
+    `_load_groups` found."""
+    if are_compact(layout, block_inputs):
+        if loaded is None:
+            compact = _load_groups(values, row_stride, group_stride, rows, at, block_inputs, layout)
         else:
-            of_groups = tl.load(first + groups[None, :] * group_stride, mask=groups[None, :] < num_groups, other=0)
-        spread = tl.broadcast_to(of_groups[:, :, None], [rows.shape[0], count, each])
-        found = tl.reshape(spread, [rows.shape[0], inputs.shape[0]])
+            compact = loaded
+        count: tl.constexpr = compact.shape[1]
+        if count == 1:
+            found = compact
+        else:
+            each: tl.constexpr = inputs.shape[0] // count
+            spread = tl.broadcast_to(compact[:, :, None], [rows.shape[0], count, each])
+            found = tl.reshape(spread, [rows.shape[0], inputs.shape[0]])
     else:
-        if has_index:
+        first = values + rows.to(tl.int64)[:, None] * row_stride
+        if layout[6]:
             groups = tl.load(index + inputs, mask=inputs < num_inputs, other=0)
         else:
-            groups = (inputs + offset) // size
+            groups = (inputs + layout[3]) // layout[2]
         found = tl.load(first + groups[None, :] * group_stride, mask=inputs[None, :] < num_inputs, other=0)
     return found
+
+
+@triton.jit
+def _load_groups(values, row_stride, group_stride, rows, at, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """Of a tile whose groups `are_compact`: [n, groups]; those past the last one are like it."""
+    num_groups: tl.constexpr = layout[1]
+    size: tl.constexpr = layout[2]
+    of_rows = values + rows.to(tl.int64)[:, None] * row_stride
+    count: tl.constexpr = 1 if has_one_group(layout, block_inputs) else block_inputs // size
+    groups = tl.minimum((at + layout[3]) // size + tl.arange(0, count), num_groups - 1)
+    return tl.load(of_rows + groups[None, :] * group_stride)

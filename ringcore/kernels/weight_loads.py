@@ -1,7 +1,7 @@
 """Tiles of codes as they are loaded and expanded to numbers, see `weight_tiles`.
 
 Arguments of all: `packed` and `layout` as of `weight_tiles.tile_arguments`; rows [n] int, the outputs; at, the first
-input.
+input; loaded: the tile's scales, as of `weight_groups.load_scales`, None where they are not loaded yet.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def load_packed(
     is_whole: tl.constexpr,
     is_scaled: tl.constexpr,
     layout: tl.constexpr,
+    loaded=None,
 ):
     """Of bytes: [n, block_inputs] float32; inputs out of bounds are finite numbers, to be multiplied by 0. is_scaled:
     else without their scales. Arguments as of `add_packed_product`."""
@@ -60,7 +61,7 @@ def load_packed(
     elif layout[4] != 0:
         numbers -= layout[4]
     if is_scaled:
-        numbers *= scales_of(packed, rows, at, inputs, num_inputs, block_inputs, layout)
+        numbers *= scales_of(packed, rows, at, inputs, num_inputs, block_inputs, layout, loaded)
     return numbers
 
 
@@ -76,6 +77,7 @@ def load_quad(
     dtype: tl.constexpr,
     is_scaled: tl.constexpr,
     layout: tl.constexpr,
+    loaded=None,
 ):
     """Of nibbles: four tiles [n, block_inputs / 4], otherwise as `load_packed`. In dtype where there is packed math for
     it, e2m1 then times 2^-MOVED; else in float32. And the scales of the first tile, as `_of_groups`."""
@@ -86,13 +88,13 @@ def load_quad(
     if layout[0] == _E2M1:
         if math == tl.bfloat16:
             a, b, c, d = e2m1_quad(words)
-            scales = moved_scales(packed, rows, at, inputs, num_inputs, block_inputs, layout)
+            scales = moved_scales(packed, rows, at, inputs, num_inputs, block_inputs, layout, loaded)
         else:
             a, b, c, d = wide_e2m1_quad(words)
-            scales = scales_of(packed, rows, at, inputs, num_inputs, block_inputs, layout)
+            scales = scales_of(packed, rows, at, inputs, num_inputs, block_inputs, layout, loaded)
         a, b, c, d = scaled(a, scales), scaled(b, scales), scaled(c, scales), scaled(d, scales)
     elif are_alike(layout):
-        scales = scales_of(packed, rows, at, inputs, num_inputs, block_inputs, layout)
+        scales = scales_of(packed, rows, at, inputs, num_inputs, block_inputs, layout, loaded)
         a, b, c, d = integer_quad(words, zeros_in(scales, layout), math, layout[4])
         if is_scaled:
             s = scales.to(math)

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ringcore.kernels.code_expansion import has_packed_math
 from ringcore.kernels.packed_weight import DENSE, NIBBLES_E2M1, PackedWeight
-from ringcore.kernels.weight_groups import has_one_group, has_quads, scales_of
+from ringcore.kernels.weight_groups import are_compact, has_one_group, has_quads, load_scales, scales_of
 from ringcore.kernels.weight_loads import load_packed, load_quad, spread_columns
 
 __all__ = ["packed_dot", "rescaled", "tile_arguments"]
@@ -76,6 +76,7 @@ def add_packed_product(
     is_whole: tl.constexpr,  # block_inputs divides num_inputs
     layout: tl.constexpr,  # see `tile_arguments`
     is_row,  # [1, rows] bool, others are taken as 0; None where all are
+    loaded,  # the tile's scales, as of `load_scales`, or None
 ):
     """total plus the product of a tile of weights with as many inputs of x; after the last one comes `rescaled`.
 
@@ -92,7 +93,7 @@ def add_packed_product(
         run: tl.constexpr = layout[7]
         inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)
         a, b, c, d, scales = load_quad(
-            *(codes, packed, rows, at, num_inputs, block_inputs, is_whole, dtype, not scales_sums, layout)
+            *(codes, packed, rows, at, num_inputs, block_inputs, is_whole, dtype, not scales_sums, layout, loaded)
         )
         x_a = _load_rows(x, inputs, num_inputs, is_whole, is_row)
         x_b = _load_rows(x, inputs + run, num_inputs, is_whole, is_row)
@@ -104,10 +105,10 @@ def add_packed_product(
         sums = tl.dot(d.to(dtype), x_d, sums, input_precision="ieee")
     else:
         inputs = at + tl.arange(0, block_inputs)
-        w = load_packed(codes, packed, rows, at, num_inputs, block_inputs, is_whole, not scales_sums, layout)
+        w = load_packed(codes, packed, rows, at, num_inputs, block_inputs, is_whole, not scales_sums, layout, loaded)
         rows_of_x = _load_rows(x, inputs, num_inputs, is_whole, is_row)
         sums = tl.dot(w.to(dtype), rows_of_x, sums, input_precision="ieee")
-        scales = scales_of(packed, rows, at, inputs, num_inputs, block_inputs, layout)
+        scales = scales_of(packed, rows, at, inputs, num_inputs, block_inputs, layout, loaded)
     if scales_sums:
         total += sums * scales
     else:
@@ -131,11 +132,21 @@ def packed_dot(
     layout: tl.constexpr,
     is_row=None,
 ):
-    """`add_packed_product` of all blocks from `first` to `last`, `rescaled`."""
-    for at in tl.range(first, last, block_inputs, num_stages=num_stages):
-        total = add_packed_product(
-            *(total, x, codes, packed, rows, at, num_inputs, block_inputs, is_whole, layout, is_row)
-        )
+    """`add_packed_product` of all blocks from `first` to `last`, `rescaled`. Scales are loaded a block ahead: they are
+    too few bytes of a thread for asynchronous copies, which the compiler makes of the other loads."""
+    if are_compact(layout, block_inputs):
+        ahead = load_scales(packed, rows, first, block_inputs, layout)
+        for at in tl.range(first, last, block_inputs, num_stages=num_stages):
+            loaded = ahead
+            ahead = load_scales(packed, rows, at + block_inputs, block_inputs, layout)
+            total = add_packed_product(
+                *(total, x, codes, packed, rows, at, num_inputs, block_inputs, is_whole, layout, is_row, loaded)
+            )
+    else:
+        for at in tl.range(first, last, block_inputs, num_stages=num_stages):
+            total = add_packed_product(
+                *(total, x, codes, packed, rows, at, num_inputs, block_inputs, is_whole, layout, is_row, None)
+            )
     return rescaled(total, x.dtype.element_ty, layout)
 
 
