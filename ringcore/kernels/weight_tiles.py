@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_warps
 
 from ringcore.kernels.code_expansion import has_packed_math
 from ringcore.kernels.packed_weight import DENSE, NIBBLES_E2M1, PackedWeight
@@ -31,6 +32,7 @@ __all__ = ["packed_dot", "rescaled", "tile_arguments"]
 _E2M1 = tl.constexpr(NIBBLES_E2M1)
 # Up to so many rows a group's scale multiplies sums, which are then fewer than the weights of a tile.
 _MAX_SCALED_SUMS = tl.constexpr(32)
+_ASYNC_BYTES = 4  # of a thread, the least that are copied asynchronously
 
 
 def tile_arguments(weight: torch.Tensor | PackedWeight, are_numbers: bool = False) -> dict[str, Any]:
@@ -116,6 +118,13 @@ def add_packed_product(
     return total
 
 
+@triton.constexpr_function
+def _has_few_exponents(layout, num_outputs, block_inputs, num_warps):
+    if layout[0] != NIBBLES_E2M1 or not are_compact(layout, block_inputs):
+        return False
+    return num_outputs * (block_inputs // layout[2]) < _ASYNC_BYTES * 32 * num_warps
+
+
 @triton.jit
 def packed_dot(
     total,
@@ -132,9 +141,9 @@ def packed_dot(
     layout: tl.constexpr,
     is_row=None,
 ):
-    """`add_packed_product` of all blocks from `first` to `last`, `rescaled`. Scales are loaded a block ahead: they are
-    too few bytes of a thread for asynchronous copies, which the compiler makes of the other loads."""
-    if are_compact(layout, block_inputs):
+    """`add_packed_product` of all blocks from `first` to `last`, `rescaled`. Exponents are loaded a block ahead where
+    they are too few bytes of a thread for asynchronous copies, which the compiler makes of the other loads."""
+    if has_packed_math() and _has_few_exponents(layout, rows.shape[0], block_inputs, num_warps()):
         ahead = load_scales(packed, rows, first, block_inputs, layout)
         for at in tl.range(first, last, block_inputs, num_stages=num_stages):
             loaded = ahead
