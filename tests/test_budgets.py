@@ -39,7 +39,7 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/sampling.py:sample_tokens": (50, "a launch, as above"),
     "kernels/rms_norm.py:rms_norm": (48, "a launch, as above"),
     "kernels/skinny_linear.py:skinny_linear": (45, "a launch, as above"),
-    "kernels/skinny_dot.py:launch_dot": (61, "a launch, as above"),
+    "kernels/skinny_linear.py:_launch_dot": (50, "a launch, as above"),
     "kernels/round_rows.py:round_rows": (46, "a launch, as above"),
     "kernels/experts.py:product": (59, "a launch, as above"),
     "cli/app.py:make_app": (52, "a command a line"),

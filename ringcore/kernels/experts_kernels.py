@@ -14,12 +14,21 @@ import triton.language as tl
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
-from ringcore.kernels.weight_loads import load_tile
 from ringcore.kernels.weight_tiles import packed_dot
 
 __all__ = ["grouped_kernel", "weighted_sum_kernel"]
 
 _DENSE = tl.constexpr(DENSE)
+
+
+@triton.jit
+def _load(pointers, in_bounds, is_whole: tl.constexpr):
+    """A load with a mask, or without one where the tile is whole; 0 where it is out of bounds."""
+    if is_whole:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=in_bounds, other=0.0)
+    return found
 
 
 @triton.jit
@@ -205,8 +214,8 @@ def grouped_kernel(
         total = tl.zeros([block_weights, block_rows], tl.float32)
         if layout[0] == _DENSE:
             for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
-                w = load_tile(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
-                v = load_tile(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+                w = _load(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
+                v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
                 total = tl.dot(w, v, total, input_precision="ieee")
         else:
             first_inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs

@@ -11,13 +11,11 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.activation import activated
-from ringcore.kernels.deferred_norm import load_squares, scaled_by_norm, store_deferred_norm
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.scaled_dot import scaled_dot
 from ringcore.kernels.weight_groups import entries_of_row, has_quads
-from ringcore.kernels.weight_loads import load_tile
 from ringcore.kernels.weight_tiles import packed_dot
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
@@ -28,6 +26,16 @@ TRIGGER_LATE = 2
 
 _LATE = tl.constexpr(TRIGGER_LATE)
 _DENSE = tl.constexpr(DENSE)
+
+
+@triton.jit
+def _load(pointers, in_bounds, is_whole: tl.constexpr):
+    """A load with a mask, or without one where the tile is whole; 0 where it is out of bounds."""
+    if is_whole:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=in_bounds, other=0.0)
+    return found
 
 
 @triton.jit
@@ -81,11 +89,11 @@ def fma_kernel(
     targets = out + rows[:, None] * num_outputs + (first + clamped)[None, :]
     if pdl and pdl != _LATE:
         gdc_launch_dependents()
-    w = load_tile(tile, columns < num_inputs, is_whole)
+    w = _load(tile, columns < num_inputs, is_whole)
     if is_gated:
-        u = load_tile(up_tile, columns < num_inputs, is_whole)
+        u = _load(up_tile, columns < num_inputs, is_whole)
     if has_norm:
-        g = load_tile(gain, columns < num_inputs, is_whole)
+        g = _load(gain, columns < num_inputs, is_whole)
     if has_bias:
         b = tl.load(bias + first + clamped)
         if is_gated:
@@ -94,7 +102,7 @@ def fma_kernel(
         gdc_launch_dependents()
     if pdl:
         gdc_wait()
-    v = load_tile(x, columns < num_inputs, is_whole).to(tl.float32)
+    v = _load(x, columns < num_inputs, is_whole).to(tl.float32)
     if adds:
         before = tl.load(targets)
     if has_norm:
@@ -105,14 +113,14 @@ def fma_kernel(
         z = u.to(tl.float32) * v
     for at in tl.static_range(block_inputs, num_inputs, block_inputs):
         in_bounds = columns < num_inputs - at
-        w = load_tile(tile + at, in_bounds, is_whole)
-        v = load_tile(x + at, in_bounds, is_whole).to(tl.float32)
+        w = _load(tile + at, in_bounds, is_whole)
+        v = _load(x + at, in_bounds, is_whole).to(tl.float32)
         if has_norm:
             squares += v * v
-            v = v * load_tile(gain + at, in_bounds, is_whole).to(tl.float32)
+            v = v * _load(gain + at, in_bounds, is_whole).to(tl.float32)
         y += w.to(tl.float32) * v
         if is_gated:
-            u = load_tile(up_tile + at, in_bounds, is_whole)
+            u = _load(up_tile + at, in_bounds, is_whole)
             z += u.to(tl.float32) * v
     if has_norm:
         squares = tl.broadcast_to(squares, [block_rows, block_outputs, block_inputs])
@@ -148,12 +156,6 @@ def _epilogue(
     rows,
     num_rows,
     num_outputs,
-    squares,  # this and the next four as of `dot_kernel`
-    eps,
-    next_norm,
-    num_inputs: tl.constexpr,
-    norm_tiles: tl.constexpr,
-    defers_norm: tl.constexpr,
     block_outputs: tl.constexpr,
     block_rows: tl.constexpr,
     has_bias: tl.constexpr,
@@ -161,9 +163,7 @@ def _epilogue(
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
 ) -> None:
-    """The norm of x, bias, gate, residual add, cast, store, the next norm."""
-    if norm_tiles > 0:
-        total = scaled_by_norm(total, squares, eps, num_inputs)
+    """Bias, gate, residual add, cast, store."""
     if has_bias:
         total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
     if is_gated:
@@ -176,20 +176,15 @@ def _epilogue(
     if adds:
         total += tl.load(targets, mask=in_bounds, other=0.0).to(tl.float32)
     tl.store(targets, total.to(out.dtype.element_ty), mask=in_bounds)
-    if defers_norm:
-        store_deferred_norm(total, *next_norm, outputs, rows, num_rows, num_outputs)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
 def dot_kernel(
-    x,  # [num_rows, num_inputs]; or its codes; or times the gain of its norm
+    x,  # [num_rows, num_inputs]; or its codes
     row_scales,  # [num_rows, groups], read where x is rounded
     weight,  # [num_outputs, num_inputs], or gated; or its codes
     packed,  # see `tile_arguments`
     bias,  # [num_outputs], or gated; read where has_bias
-    squares,  # [norm_tiles, num_rows] float32, of the norm of x: see `DeferredNorm`
-    eps,  # float, likewise
-    next_norm,  # (rows, gain, squares) of a `DeferredNorm`, or ()
     out,  # [num_rows, num_outputs]
     partials,  # [splits, tiles, block_weights, block_rows] float32, of any content
     counters,  # [tiles] int32, all 0, and 0 again afterwards
@@ -211,9 +206,6 @@ def dot_kernel(
     threads: tl.constexpr,  # block_outputs or more
     pdl: tl.constexpr,
     row_group: tl.constexpr,  # inputs that share a scale of x; 0: x is not rounded
-    norm_tiles: tl.constexpr,  # 0: x is what is multiplied
-    block_tiles: tl.constexpr,  # norm_tiles or more
-    defers_norm: tl.constexpr,  # next_norm is written
     layout: tl.constexpr,  # of the weight: see `tile_arguments`
 ) -> None:
     """Program (i, j, k) sums split j of the inputs (split-K) for outputs tile i and row block k. With several splits
@@ -250,8 +242,6 @@ def dot_kernel(
             if is_gated:
                 prefetch_l2(prefetched + num_outputs.to(tl.int64) * row_stride, in_bounds, prefetched_bytes)
         gdc_wait()
-    if norm_tiles > 0:
-        squares = load_squares(squares, rows % num_rows, num_rows, norm_tiles, block_tiles)
     total = tl.zeros([block_weights, block_rows], tl.float32)
     for segment in tl.static_range(segments):
         begin = first + segment * span_inputs
@@ -262,8 +252,8 @@ def dot_kernel(
             part = scaled_dot(*tiles, num_inputs, block_inputs, num_stages, row_group, layout)
         elif layout[0] == _DENSE:
             for at in tl.range(begin, end, block_inputs, num_stages=num_stages):
-                w = load_tile(tile + at, steps[None, :] < num_inputs - at, is_whole)
-                v = load_tile(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+                w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
+                v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
                 part = tl.dot(w, v, part, input_precision="ieee")
         else:
             of_codes = part, x + (rows % num_rows)[None, :] * num_inputs, weight, packed, weight_rows, begin, end
@@ -271,8 +261,8 @@ def dot_kernel(
         total = part if segment == 0 else total + part
     if splits == 1:
         _epilogue(
-            *(total, weight_rows, bias, out, rows, num_rows, num_outputs, squares, eps, next_norm),
-            num_inputs, norm_tiles, defers_norm, block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
+            *(total, weight_rows, bias, out, rows, num_rows, num_outputs),
+            block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
         )  # fmt: skip
     else:
         tile_index = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -286,7 +276,7 @@ def dot_kernel(
             for i in tl.static_range(1, splits):
                 total += tl.load(partials + i * partial_size + offsets, cache_modifier=".cg")
             _epilogue(
-                *(total, weight_rows, bias, out, rows, num_rows, num_outputs, squares, eps, next_norm),
-                num_inputs, norm_tiles, defers_norm, block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
+                *(total, weight_rows, bias, out, rows, num_rows, num_outputs),
+                block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
             )  # fmt: skip
             tl.store(counters + tile_index, 0)

@@ -11,13 +11,11 @@ from typing import Any, Literal
 import torch
 import triton
 
-from ringcore.kernels.deferred_norm import DeferredNorm
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
 from ringcore.kernels.packed_fma import packed_fma_kernel
 from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.round_rows import RoundedRows, RowNorm
-from ringcore.kernels.skinny_dot import MAX_ROW_BLOCKS, launch_dot, new_split_k_counters, num_prefetched_inputs
-from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, fma_kernel
+from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
 from ringcore.kernels.weight_tiles import tile_arguments
 
@@ -32,9 +30,19 @@ __all__ = [
 
 Activation = Literal["silu", "gelu_tanh"]
 
+_MIN_BLOCK_OUTPUTS = 16
+MAX_ROW_BLOCKS = 4  # of a product with splits
+
+
+def new_split_k_counters(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+    """The arrival counters by which programs of one outputs tile of `weight` find the last one: 0 before and after a
+    launch."""
+    tiles = triton.cdiv(len(weight), _MIN_BLOCK_OUTPUTS) * MAX_ROW_BLOCKS
+    return torch.zeros(tiles, dtype=torch.int32, device=weight.device)
+
 
 def skinny_linear(
-    x: torch.Tensor | RoundedRows | DeferredNorm,
+    x: torch.Tensor | RoundedRows,
     weight: torch.Tensor | PackedWeight,
     config: Config,
     *,
@@ -44,7 +52,6 @@ def skinny_linear(
     activation: Activation | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    next_norm: DeferredNorm | None = None,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x W^T + b, accumulated in float32 and rounded once; `config`: from `skinny_configs.choose`.
@@ -62,22 +69,19 @@ def skinny_linear(
     add_to: epilogue; [n, num_outputs], also float32; the result is added to it, in place, and rounded once, as the sum.
     out: [n, num_outputs] of the weight's dtype, or float32, instead of add_to; num_outputs is num_weights, or half of
     it.
-    next_norm: epilogue of a `DotConfig`, after add_to, which is float32: written for the product after it, whose x it
-    is; allocated for as many tiles as this weight has of the configuration.
     counters: see `new_split_k_counters`, not shared with a product that may run at the same time; allocated if not
     given, and used only where `config` has splits.
 
     Returns add_to, or out (by default a new tensor).
     """
-    rows = x if isinstance(x, torch.Tensor) else x[0]
+    rows = x.codes if isinstance(x, RoundedRows) else x
     num_outputs = len(weight) // (1 if activation is None else 2)
     if add_to is not None:
         assert out is None, "give add_to or out, not both"
         out = add_to
     if out is None:
         out = rows.new_empty(len(rows), num_outputs, dtype=weight.dtype)
-    is_normalised = isinstance(x, torch.Tensor) and x.dtype == torch.float32 and norm is not None
-    assert isinstance(x, RoundedRows) or weight.dtype == rows.dtype or is_normalised, (weight.dtype, rows.dtype)
+    assert weight.dtype == x.dtype or (norm is not None and x.dtype == torch.float32), (weight.dtype, x.dtype)
     _check_shapes(rows, weight, bias, out, num_outputs)
     options: dict[str, Any] = {
         "has_bias": bias is not None,
@@ -88,7 +92,7 @@ def skinny_linear(
         **launch_options(supports_pdl(rows.device)),
     }
     bias = rows if bias is None else bias
-    assert (isinstance(x, torch.Tensor) and next_norm is None) or isinstance(config, DotConfig), "for a DotConfig"
+    assert isinstance(x, torch.Tensor) or isinstance(config, DotConfig), "rounded rows are for a DotConfig"
     match config:
         case FmaConfig():
             assert row_group is None, "rows are rounded for quantized weights"
@@ -97,7 +101,7 @@ def skinny_linear(
             _launch_packed_fma(rows, weight, bias, out, norm, row_group or 0, config, options)
         case DotConfig():
             assert norm is None, "a DotConfig has no prologue"
-            launch_dot(x, weight, bias, out, next_norm, counters, config, options)
+            _launch_dot(x, weight, bias, out, counters, config, options)
     return out
 
 
@@ -189,6 +193,84 @@ def _launch_packed_fma(
         **tile_arguments(weight.as_words()),
         **options,
     )
+
+
+def _launch_dot(
+    x: torch.Tensor | RoundedRows,
+    weight: torch.Tensor | PackedWeight,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    counters: torch.Tensor | None,
+    config: DotConfig,
+    options: dict[str, Any],
+) -> None:
+    rows, row_scales, row_group = x[:3] if isinstance(x, RoundedRows) else (x, x, 0)
+    num_rows, num_inputs = rows.shape
+    num_outputs = out.shape[1]
+    if isinstance(x, RoundedRows):
+        _check_groups(x, weight, config)
+    block_rows = max(config.least_rows, triton.next_power_of_2(min(num_rows, config.block_rows)))
+    block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
+    assert 1 <= num_rows <= MAX_ROW_BLOCKS * config.block_rows or config.splits == 1, (num_rows, config)
+    assert config.splits == 1 or config.segments == 1, config
+    assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config
+    output_tiles, row_tiles = triton.cdiv(num_outputs, block_outputs), triton.cdiv(num_rows, block_rows)
+    partials = out
+    if config.splits > 1:
+        size = config.splits * output_tiles * row_tiles * config.block_weights * block_rows
+        partials = torch.empty(size, dtype=torch.float32, device=rows.device)
+        counters = new_split_k_counters(weight) if counters is None else counters
+        assert counters.numel() >= output_tiles * row_tiles, (counters.shape, output_tiles, row_tiles)
+    dot_kernel[(output_tiles, config.splits, row_tiles)](
+        x=rows,
+        row_scales=row_scales,
+        bias=bias,
+        out=out,
+        partials=partials,
+        counters=out if counters is None or config.splits == 1 else counters,
+        num_rows=num_rows,
+        num_outputs=num_outputs,
+        block_rows=block_rows,
+        num_inputs=num_inputs,
+        block_inputs=config.block_inputs,
+        block_weights=config.block_weights,
+        splits=config.splits,
+        segments=config.segments,
+        num_stages=config.num_stages,
+        prefetched_inputs=num_prefetched_inputs(weight, config, row_group > 0),
+        threads=32 * config.num_warps,
+        pdl=TRIGGER_FIRST if supports_pdl(rows.device) else 0,
+        is_whole=num_inputs % config.block_inputs == 0,
+        row_group=row_group,
+        **tile_arguments(weight, row_group > 0),
+        **options,
+    )
+
+
+def _check_groups(x: RoundedRows, weight: torch.Tensor | PackedWeight, config: DotConfig) -> None:
+    assert isinstance(weight, PackedWeight), "rounded rows are for a quantized weight"
+    num_inputs = weight.shape[1]
+    assert (weight.form, weight.row_stride, weight.group_offset) == (BYTES_FP8, num_inputs, 0), weight
+    for groups, size in ((weight.scales.shape[1], weight.group_size), (x.scales.shape[1], x.group)):
+        assert groups == 1 or size % config.block_inputs == 0, (groups, size, config)
+
+
+def num_prefetched_inputs(weight: torch.Tensor | PackedWeight, config: DotConfig, are_numbers: bool = False) -> int:
+    """Inputs of each weight row that are prefetched: as `config` says, or 0 where rows are not aligned to 16 bytes, or
+    have bytes that are not multiplied as they are."""
+    if isinstance(weight, PackedWeight):
+        is_words = weight.codes.dtype == torch.int16
+        if not is_words and not are_numbers:
+            return 0
+        elements, tensor, row_bytes = (32, weight.codes, 2 * weight.row_stride) if is_words else (
+            16, weight.codes, weight.row_stride
+        )  # fmt: skip
+    else:
+        elements, tensor = 16 // weight.element_size(), weight
+        row_bytes = weight.shape[1] * weight.element_size()
+    are_aligned = weight.shape[1] % elements == 0 and row_bytes % 16 == 0 and tensor.data_ptr() % 16 == 0
+    assert config.prefetched_inputs % elements == 0, config
+    return config.prefetched_inputs if are_aligned else 0
 
 
 def skinny_linear_reference(

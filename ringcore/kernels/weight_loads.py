@@ -21,20 +21,10 @@ from ringcore.kernels.code_expansion import (
 from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES_E2M1, TILE_OUTPUTS, TILE_WORDS
 from ringcore.kernels.weight_groups import are_alike, moved_scales, scales_of, zeros_in, zeros_of
 
-__all__ = ["load_codes", "load_packed", "load_quad", "load_tile", "spread_columns"]
+__all__ = ["load_codes", "load_packed", "load_quad", "spread_columns"]
 
 _FP8, _INT8, _E2M1 = tl.constexpr(BYTES_FP8), tl.constexpr(BYTES_INT8), tl.constexpr(NIBBLES_E2M1)
 _TILE_OUTPUTS, _TILE_WORDS = tl.constexpr(TILE_OUTPUTS), tl.constexpr(TILE_WORDS)
-
-
-@triton.jit
-def load_tile(pointers, in_bounds, is_whole: tl.constexpr):
-    """A load with a mask, or without one where the tile is whole; 0 where it is out of bounds."""
-    if is_whole:
-        found = tl.load(pointers)
-    else:
-        found = tl.load(pointers, mask=in_bounds, other=0.0)
-    return found
 
 
 @triton.jit

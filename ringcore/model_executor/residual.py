@@ -1,13 +1,10 @@
-"""The residual stream, and what of it is deferred: split-K partials, and the norm after a product."""
+"""The residual stream, and its deferred split-K partials."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from ringcore.kernels.deferred_norm import DeferredNorm
 
 __all__ = ["Norm", "Residual"]
 
@@ -28,29 +25,25 @@ class Residual:
     """Rows [n, size], to which every layer adds in place.
 
     A linear may defer the add of its split-K partials: the next norm that reads the stream reduces them in the same
-    pass over memory, which saves a reduction kernel. And it may begin the norm that is expected next, which the linear
-    after that ends (`kernels.deferred_norm`), which saves the norm's kernel.
+    pass over memory, which saves a reduction kernel.
     """
 
-    __slots__ = ("_deferred_norm", "_partials", "_rows", "expected")
+    __slots__ = ("_partials", "_rows")
 
     def __init__(self, rows: torch.Tensor) -> None:
         """rows: written in place from now on."""
         self._rows = rows
         self._partials: torch.Tensor | None = None
-        self._deferred_norm: DeferredNorm | None = None
-        self.expected: Norm | None = None  # the norm of the product that reads the stream after the next add
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def rows(self) -> torch.Tensor:
-        """[n, size], after any deferred add; they may be written."""
+        """[n, size], after any deferred add."""
         if self._partials is not None:
             self._rows.add_(self._partials.sum(0))
             self._partials = None
-        self._deferred_norm = None
         return self._rows
 
     def defer_add(self, partials: torch.Tensor) -> None:
@@ -59,18 +52,7 @@ class Residual:
         assert self._partials is None, "an add is already deferred: read the stream first"
         self._partials = partials
 
-    def defer_norm(self, begun: DeferredNorm) -> None:
-        """begun: of `expected` and the rows as they are."""
-        self._deferred_norm = begun
-
-    def deferred_norm(self, norm: Norm) -> DeferredNorm | None:
-        """`norm` of all rows, if it was begun, and they have not been written since."""
-        begun = self._deferred_norm
-        return begun if begun is not None and begun.gain is norm.gain and begun.eps == norm.eps else None
-
     def normed(self, norm: Norm) -> torch.Tensor:
         """The norm of all rows: [n, size], after any deferred add."""
         partials, self._partials = self._partials, None
-        if partials is not None:
-            self._deferred_norm = None
         return norm(self._rows, partials)

@@ -22,7 +22,6 @@ from ringcore.attention.backends.triton_mla import TritonMLABackend
 from ringcore.checkpoint import find_model
 from ringcore.kernels import skinny_configs
 from ringcore.model_executor import ops
-from ringcore.model_executor.linear_schemes import kernel_product
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.residual import Residual
 
@@ -56,20 +55,15 @@ def test_logits_are_those_of_transformers(tmp_path, device, monkeypatch, model_t
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "granite", "glm4", "cohere2", "starcoder2"])
-@pytest.mark.parametrize("fused", ["products", "split-K", "norms"])
+@pytest.mark.parametrize("fused", ["products", "split-K"])
 def test_of_16_bits_they_are_no_further_off_with_kernels(tmp_path, device, monkeypatch, model_type, fused, request):
-    """split-K: adds that are deferred from one layer to the next; norms: those that one product begins and the next one
-    ends."""
+    """split-K: adds that are deferred from one layer to the next."""
     theirs(tmp_path, model_type, **TYPES[model_type][0]).half().save_pretrained(tmp_path)
     exact, without = (
         logits(tmp_path, torch.device("cpu"), dtype, False, monkeypatch).log_softmax(-1)
         for dtype in (torch.float32, torch.float16)
     )
-    begun, defer_norm = [], Residual.defer_norm
-    if fused == "norms":
-        monkeypatch.setattr(kernel_product, "_DEFERS_NORM", (torch.float16,))
-        monkeypatch.setattr(Residual, "defer_norm", lambda self, norm: (begun.append(norm), defer_norm(self, norm)))
-    if fused != "split-K":
+    if fused == "products":
         monkeypatch.setattr(skinny_configs, "choose", few_programs)
     else:
         request.getfixturevalue("split_k")
@@ -83,5 +77,3 @@ def test_of_16_bits_they_are_no_further_off_with_kernels(tmp_path, device, monke
     # The others normalise what they add, or have biases.
     adds = fused == "split-K" and model_type in ("granite", "cohere2")
     assert len(deferred) == (4 * 4 if adds else 0)
-    # Of two layers, the second of which is the last; in the others the norms are after a product, or of another kind.
-    assert len(begun) == (4 * 3 if fused == "norms" and model_type == "granite" else 0)

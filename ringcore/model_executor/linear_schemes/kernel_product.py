@@ -17,14 +17,10 @@ from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Derived
 
 if TYPE_CHECKING:
-    from ringcore.kernels.deferred_norm import DeferredNorm
     from ringcore.kernels.packed_weight import PackedWeight
-    from ringcore.kernels.round_rows import RowNorm
     from ringcore.kernels.skinny_tiles import Config
 
 __all__ = ["KernelProduct", "sums_in_float32"]
-
-_DEFERS_NORM = (torch.bfloat16,)  # float16 has not the range of rows that are not normalised yet
 
 _log = logging.getLogger(__name__)
 
@@ -40,15 +36,7 @@ class KernelProduct(Product):
         derived: Derived | None = None,
     ) -> None:
         """out_dtype: of `__call__`, for a linear without bias; None: the weight's. derived: of a quantized weight."""
-        from ringcore.kernels import (
-            deferred_norm,
-            expand_weight,
-            round_rows,
-            skinny_configs,
-            skinny_dot,
-            skinny_linear,
-            skinny_tiles,
-        )
+        from ringcore.kernels import expand_weight, round_rows, skinny_configs, skinny_linear, skinny_tiles
 
         assert bias is None or out_dtype is None
         self.weight = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
@@ -60,9 +48,6 @@ class KernelProduct(Product):
         self._choose_split_k = skinny_configs.choose_split_k
         self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig
         self._row_norm = round_rows.RowNorm
-        self._defers_norm, self._by_dot = weight.dtype in _DEFERS_NORM, skinny_tiles.DotConfig
-        self._new_deferred_norm = deferred_norm.DeferredNorm.allocate
-        self._num_tiles = skinny_dot.num_output_tiles
         self._skinny = skinny_linear.skinny_linear
         self._expand = expand_weight.expand_weight
 
@@ -75,7 +60,7 @@ class KernelProduct(Product):
         def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
             return tiles.choose(num_rows) if num_rows else None
 
-        made._choose, made._defers_norm = choose, False
+        made._choose = choose
         return made
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -95,10 +80,7 @@ class KernelProduct(Product):
 
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         rows = hidden.rows
-        begun = self._begun_norm(hidden.expected, rows)
-        if self._by_kernel(x, add_to=rows, next_norm=begun) is not None:
-            if begun is not None:
-                hidden.defer_norm(begun)
+        if self._by_kernel(x, add_to=rows) is not None:
             return
         if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
             rows.add_(self._by_cublas(x))
@@ -126,7 +108,6 @@ class KernelProduct(Product):
         *,
         add_to: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        next_norm: DeferredNorm | None = None,
     ) -> torch.Tensor | None:
         """None, and nothing computed, where cuBLAS is faster. x: the residual stream, and that alone, is normalised
         first."""
@@ -135,13 +116,15 @@ class KernelProduct(Product):
         config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None)
         if config is None:
             return None
+        row_norm = None
         if isinstance(x, Residual):
             assert norm is not None
-            rows, row_norm = self._after(norm, x, config)
-        else:
-            rows, row_norm = x, None
+            if isinstance(config, self._takes_norm) and norm.gain is not None:
+                x, row_norm = x.rows, self._row_norm(norm.gain, norm.eps)
+            else:
+                x = x.normed(norm)
         return self._skinny(
-            rows,
+            x,
             self.weight,
             config,
             bias=self._bias,
@@ -149,29 +132,8 @@ class KernelProduct(Product):
             activation=activation,
             add_to=add_to,
             out=out,
-            next_norm=next_norm,
             counters=self._counters,
         )
-
-    def _after(
-        self, norm: Norm, hidden: Residual, config: Config
-    ) -> tuple[torch.Tensor | DeferredNorm, RowNorm | None]:
-        """What is multiplied, and the prologue that normalises it first."""
-        if isinstance(config, self._takes_norm) and norm.gain is not None:
-            return hidden.rows, self._row_norm(norm.gain, norm.eps)
-        begun = hidden.deferred_norm(norm) if self._defers_norm else None
-        return (hidden.normed(norm) if begun is None else begun), None
-
-    def _begun_norm(self, norm: Norm | None, rows: torch.Tensor) -> DeferredNorm | None:
-        """To be written by the product that is added to the rows."""
-        if norm is None or norm.gain is None or not self._defers_norm or rows.dtype != torch.float32:
-            return None
-        num_outputs, num_inputs = self.weight.shape
-        config = self._choose(num_outputs, num_inputs, len(rows))
-        if not isinstance(config, self._by_dot):
-            return None
-        num_tiles = self._num_tiles(self.weight, config)
-        return self._new_deferred_norm(rows, self.weight.dtype, num_tiles, norm.gain, norm.eps)
 
     def _dense(self) -> torch.Tensor:
         return self.weight if isinstance(self.weight, torch.Tensor) else self._expand(self.weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -81,8 +81,6 @@ class DenseDecoder(CausalLM):
         sizes = [total_bytes(_weights_of(one)) for one in of_layers]
         own = layers_of(self.stage, sizes, total_bytes(_weights_of(before)), total_bytes(_weights_of(after)))
         self.layers = layers[own.start : own.stop]
-        for layer, following in pairwise(self.layers):
-            layer.next_norm = following.prologue_norm
         self.attention_layers = [attention for layer in self.layers for attention in layer.attention_layers()]
         self._num_attention_layers = sum(len(layer.attention_layers()) for layer in layers)
         ends = before if self.stage.is_first else (), after if self.stage.is_last else ()

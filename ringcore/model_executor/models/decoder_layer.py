@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -45,8 +44,6 @@ class LayerInputs:
 class Sublayer(ABC):
     """Attention, an MLP, or what a family has in place of one."""
 
-    begins_with_product: ClassVar[bool] = False  # which alone reads the normalised rows
-
     @abstractmethod
     def layers(self) -> list[WeightedLayer]: ...
 
@@ -71,8 +68,6 @@ class Sublayer(ABC):
 
 class SelfAttention(Sublayer):
     """Projections, rotary embedding and attention of one layer, on this rank's heads."""
-
-    begins_with_product = True
 
     def __init__(
         self,
@@ -119,8 +114,6 @@ class SelfAttention(Sublayer):
 class GatedMLP(Sublayer):
     """down(activation(gate(x)) * up(x))."""
 
-    begins_with_product = True
-
     def __init__(
         self, gate_up_proj: ColumnParallelLinear, down_proj: RowParallelLinear, activation: Activation
     ) -> None:
@@ -147,8 +140,6 @@ class GatedMLP(Sublayer):
 
 class PlainMLP(Sublayer):
     """down(activation(up(x))), without a gate."""
-
-    begins_with_product = True
 
     def __init__(self, up_proj: ColumnParallelLinear, down_proj: RowParallelLinear, activation: Pointwise) -> None:
         self.up_proj, self.down_proj, self._activate = up_proj, down_proj, pointwise(activation)
@@ -203,12 +194,6 @@ class DecoderLayer:
         self.self_attention = self_attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
-        self.next_norm: AnyNorm | None = None  # the `prologue_norm` of the layer after it
-
-    @property
-    def prologue_norm(self) -> AnyNorm | None:
-        """The norm by which a product reads the stream first; None where something else does."""
-        return self.input_norm if self.self_attention.begins_with_product else None
 
     def layers(self) -> list[WeightedLayer]:
         return [self.input_norm, *self.self_attention.layers(), self.mlp_norm, *self.mlp.layers()]
@@ -222,9 +207,7 @@ class DecoderLayer:
 
     def __call__(self, hidden: Residual, inputs: LayerInputs) -> None:
         """Adds the contributions of attention and the MLP to `hidden` [n, hidden_size]."""
-        hidden.expected = self.mlp_norm if self.mlp.begins_with_product else None
         self.self_attention.add_to(hidden, self.input_norm, hidden, inputs)
-        hidden.expected = self.next_norm
         self.mlp.add_to(hidden, self.mlp_norm, hidden, inputs)
 
 
@@ -245,10 +228,6 @@ class ParallelLayer(DecoderLayer):
         """mlp_norm: None where both read the result of one norm. as_is: for the results of the norms."""
         super().__init__(input_norm, self_attention, mlp_norm or input_norm, mlp)
         self._has_one_norm, self._as_is = mlp_norm is None, as_is
-
-    @property
-    def prologue_norm(self) -> AnyNorm | None:
-        return None
 
     def layers(self) -> list[WeightedLayer]:
         norms = [self.input_norm] if self._has_one_norm else [self.input_norm, self.mlp_norm]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,9 +100,6 @@ class _Fuser:
             if path not in taken and norm != final:
                 modules[path] = FusedNorm(plain.norm(norm))
         layers = {path: self._layer(index, body) for index, path in enumerate(found.layers) if path in found.plans}
-        for index, (path, following) in enumerate(pairwise(found.layers), 1):
-            if path in layers and following in layers and self._is_one_stream(index):
-                layers[path].layer.next_norm = layers[following].layer.prologue_norm
         for path, module in (modules | layers).items():
             body.set_submodule(path, module)
         modules.update(layers)
