@@ -15,6 +15,7 @@ __all__ = [
     "ExpertGate",
     "ExpertMatrices",
     "ExpertWeight",
+    "RouterForm",
     "Routing",
     "experts_reference",
     "route_reference",
@@ -137,18 +138,38 @@ def _products(rows: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | Non
     return out if bias is None else out + bias[local].float()
 
 
+@dataclass(frozen=True, slots=True)
+class RouterForm:
+    """How a router chooses k experts of a token by its logits.
+
+    is_sigmoid: scores are sigmoids of the logits; else their softmax over all experts. rounds_logits: to the dtype of
+    the rows, as a linear does; else they are those of float32. normalises: the weights sum to 1, before they are
+    multiplied by scale. dtype: of the weights; None: that of the rows.
+    """
+
+    k: int
+    normalises: bool = False
+    is_sigmoid: bool = False
+    rounds_logits: bool = True
+    scale: float = 1.0
+    dtype: torch.dtype | None = None
+
+
 def route_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
-    k: int,
-    normalises: bool,
+    form: RouterForm,
     bias: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    correction: torch.Tensor | None = None,
 ) -> Routing:
-    """The operations of transformers in its dtypes, so that near ties fall as they do there: rounded logits, a softmax
-    in float32, torch's own top-k. dtype: of the weights, by default that of the logits."""
-    logits = torch.nn.functional.linear(x, weight, bias)
-    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(k, -1)
-    if normalises:
+    """The operations of transformers in its dtypes, so that near ties fall as they do there: scores in float32, torch's
+    own top-k. bias: [num_experts], of the logits. correction: [num_experts], of the scores by which experts are
+    chosen, which are weighted without it."""
+    dtype = x.dtype if form.rounds_logits else torch.float32
+    logits = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).float()
+    scores = logits.sigmoid() if form.is_sigmoid else logits.softmax(-1)
+    experts = (scores if correction is None else scores + correction.float()).topk(form.k, -1)[1]
+    weights = scores.gather(1, experts)
+    if form.normalises:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Routing(experts, weights.to(dtype or logits.dtype))
+    return Routing(experts, (weights * form.scale).to(form.dtype or x.dtype))

@@ -1,4 +1,4 @@
-"""The router of a mixture for few tokens, in one launch: logits, softmax over all experts, the k largest.
+"""The router of a mixture for few tokens, in one launch: logits, their softmax or sigmoids, the k largest.
 
 Programs each multiply a tile of the router's matrix, over a share of the inputs (split-K). The program that arrives
 last adds the partials and chooses. Torch's operations would be seven launches, each as long as this one.
@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from ringcore.kernels.expert_matrices import Routing
+from ringcore.kernels.expert_matrices import RouterForm, Routing
 
 __all__ = ["MAX_TOKENS", "new_router_counter", "route"]
 
 MAX_TOKENS = 64  # more take torch's operations: one program would choose for all of them
 _BLOCK_EXPERTS, _BLOCK_INPUTS, _MIN_ROWS = 16, 128, 16
 _SPLIT_INPUTS = 512  # of one program, at least
+_CHOSEN = tl.constexpr(1e30)  # less this an expert is not chosen again
 _CHOSEN_ELEMENTS = 2048  # logits that the last program holds at once
 
 
@@ -26,6 +27,7 @@ def _router_kernel(
     x,  # [num_tokens, num_inputs]
     weight,  # [num_experts, num_inputs]
     bias,  # [num_experts], read where has_bias
+    correction,  # [num_experts], read where is_corrected
     partials,  # [splits, num_tokens, num_experts] float32
     experts,  # [num_tokens, k] int32
     weights,  # [num_tokens, k]
@@ -41,8 +43,12 @@ def _router_kernel(
     block_inputs: tl.constexpr,
     block_chosen: tl.constexpr,  # tokens for which the last program chooses at once
     splits: tl.constexpr,
-    normalises: tl.constexpr,
+    normalises: tl.constexpr,  # this and the next three: see `RouterForm`
+    is_sigmoid: tl.constexpr,
+    rounds_logits: tl.constexpr,
+    scale: tl.constexpr,
     has_bias: tl.constexpr,
+    is_corrected: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     if pdl:
@@ -77,20 +83,31 @@ def _router_kernel(
                 logits += tl.load(sources, mask=in_bounds, other=0.0, cache_modifier=".cg")
             if has_bias:
                 logits += tl.load(bias + column, mask=column < num_experts, other=0.0).to(tl.float32)[None, :]
-            logits = logits.to(x.dtype.element_ty).to(tl.float32)  # as a linear rounds them
+            if rounds_logits:
+                logits = logits.to(x.dtype.element_ty).to(tl.float32)
             logits = tl.where((column < num_experts)[None, :], logits, -float("inf"))
-            powers = tl.exp(logits - tl.max(logits, 1)[:, None])
-            left = powers / tl.sum(powers, 1)[:, None]
-            left = tl.where((column < num_experts)[None, :], left, -2.0)
+            if is_sigmoid:
+                scores = 1.0 / (1.0 + tl.exp(-logits))
+            else:
+                powers = tl.exp(logits - tl.max(logits, 1)[:, None])
+                scores = powers / tl.sum(powers, 1)[:, None]
+            left = scores
+            if is_corrected:
+                left += tl.load(correction + column, mask=column < num_experts, other=0.0).to(tl.float32)[None, :]
+            left = tl.where((column < num_experts)[None, :], left, -2 * _CHOSEN)
             chosen = tl.zeros([block_chosen, block_k], tl.int32)
             found = tl.zeros([block_chosen, block_k], tl.float32)
             for i in tl.static_range(k):
                 best, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+                is_best = column[None, :] == index[:, None]
+                if is_corrected:
+                    best = tl.sum(tl.where(is_best, scores, 0.0), 1)
                 chosen = tl.where((place == i)[None, :], index[:, None], chosen)
                 found = tl.where((place == i)[None, :], best[:, None], found)
-                left = tl.where(column[None, :] == index[:, None], -1.0, left)
+                left = tl.where(is_best, -_CHOSEN, left)
             if normalises:
                 found = found / tl.sum(found, 1)[:, None]
+            found *= scale
             pairs = token[:, None] * k + place[None, :]
             is_chosen = (token < num_tokens)[:, None] & (place < k)[None, :]
             tl.store(experts + pairs, chosen, mask=is_chosen)
@@ -106,21 +123,20 @@ def new_router_counter(device: torch.device) -> torch.Tensor:
 def route(
     x: torch.Tensor,
     weight: torch.Tensor,
-    k: int,
-    normalises: bool,
+    form: RouterForm,
     *,
     counter: torch.Tensor,
     bias: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    correction: torch.Tensor | None = None,
 ) -> Routing:
-    """As `route_reference` of `kernels.expert_matrices`; of equal probabilities that of the first expert.
+    """As `route_reference` of `kernels.expert_matrices`; of equal scores that of the first expert.
 
-    x: [n, hidden_size], weight: [num_experts, hidden_size], bias: [num_experts]; contiguous, n at most `MAX_TOKENS`.
-    The experts are int32. dtype: of the weights, by default that of x.
+    x: [n, hidden_size], weight: [num_experts, hidden_size], bias and correction: [num_experts]; contiguous, n at most
+    `MAX_TOKENS`. The experts are int32.
 
     counter: see `new_router_counter`, not shared with what may run at the same time.
     """
-    (num_tokens, num_inputs), num_experts = x.shape, len(weight)
+    (num_tokens, num_inputs), num_experts, k = x.shape, len(weight), form.k
     assert num_tokens <= MAX_TOKENS, num_tokens
     assert x.is_contiguous(), "rows must be contiguous"
     assert weight.is_contiguous(), "the matrix must be contiguous"
@@ -128,10 +144,11 @@ def route(
     block_experts = triton.next_power_of_2(num_experts)
     partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(num_tokens, k, dtype=dtype or x.dtype, device=x.device)
+    weights = torch.empty(num_tokens, k, dtype=form.dtype or x.dtype, device=x.device)
     pdl = supports_pdl(x.device)
     _router_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS), splits)](
-        *(x, weight, weight if bias is None else bias, partials, experts, weights, counter, num_tokens),
+        *(x, weight, weight if bias is None else bias, weight if correction is None else correction),
+        *(partials, experts, weights, counter, num_tokens),
         num_experts=num_experts,
         num_inputs=num_inputs,
         k=k,
@@ -142,8 +159,12 @@ def route(
         block_inputs=_BLOCK_INPUTS if x.dtype != torch.float32 else _BLOCK_INPUTS // 4,
         block_chosen=max(1, min(triton.next_power_of_2(num_tokens), _CHOSEN_ELEMENTS // block_experts)),
         splits=splits,
-        normalises=normalises,
+        normalises=form.normalises,
+        is_sigmoid=form.is_sigmoid,
+        rounds_logits=form.rounds_logits,
+        scale=form.scale,
         has_bias=bias is not None,
+        is_corrected=correction is not None,
         pdl=pdl,
         num_warps=4,
         **launch_options(pdl),

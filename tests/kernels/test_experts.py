@@ -313,7 +313,7 @@ def test_they_compile_for_sm90(tmp_path):
     script = """
         import torch, triton_for_sm90
         from ringcore.kernels.dense_experts import DenseExperts
-        from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
+        from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, RouterForm, Routing
         from ringcore.kernels.experts import experts
         from ringcore.checkpoint.quantization import Mxfp4Format
         from ringcore.kernels.precompile import intercept_launches
@@ -340,7 +340,8 @@ def test_they_compile_for_sm90(tmp_path):
                 experts(empty(n, 512), routing, biased, gate, add_to=torch.empty(n, 512))
                 experts(empty(n, 512), routing, packed, gates[0], add_to=torch.empty(n, 512))
             for n in (1, 64):
-                route(empty(n, 2048), empty(128, 2048), 8, True, counter=torch.zeros(1, dtype=torch.int32))
+                form = RouterForm(8, True)
+                route(empty(n, 2048), empty(128, 2048), form, counter=torch.zeros(1, dtype=torch.int32))
         for (kernel, _), variant in found.items():
             text = kernel.preload(variant.specialization).asm["ptx"]
             print(kernel.__name__, "wgmma" in text, ".local" in text)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringcore.kernels.expert_matrices import route_reference
+from ringcore.kernels.expert_matrices import RouterForm, route_reference
 from ringcore.kernels.router import MAX_TOKENS, new_router_counter, route
 
 
-def check(x, weight, k, normalises=True, bias=None):
-    counter = new_router_counter(x.device)
-    found = route(x, weight, k, normalises, counter=counter, bias=bias)
-    exact = route_reference(x, weight, k, normalises, bias)
+def check(x, weight, k, normalises=True, bias=None, correction=None, **form):
+    counter, form = new_router_counter(x.device), RouterForm(k, normalises, **form)
+    found = route(x, weight, form, counter=counter, bias=bias, correction=correction)
+    exact = route_reference(x, weight, form, bias, correction)
     assert torch.equal(found.experts.long(), exact.experts)
     torch.testing.assert_close(found.weights, exact.weights, atol=1e-5, rtol=torch.finfo(x.dtype).eps)
     assert not counter.any(), "the next launch finds it so"
@@ -39,7 +39,7 @@ def test_of_equal_probabilities_the_first_experts(device):
     """Also of those whose probability is 0."""
     weight = torch.zeros(8, 16, device=device)
     weight[5] = 100
-    found = route(torch.ones(2, 16, device=device), weight, 4, False, counter=new_router_counter(device))
+    found = route(torch.ones(2, 16, device=device), weight, RouterForm(4), counter=new_router_counter(device))
     assert found.experts.tolist() == [[5, 0, 1, 2]] * 2
     assert found.weights.tolist() == [[1, 0, 0, 0]] * 2
 
@@ -63,3 +63,24 @@ def test_tokens_are_chosen_for_whatever_the_others_are(device):
 
 def test_a_bias(device):
     check(randn(device, 9, 72), randn(device, 40, 72, seed=1), 3, bias=randn(device, 40, seed=2))
+
+
+@pytest.mark.parametrize("is_corrected", [False, True])
+@pytest.mark.parametrize("normalises", [False, True])
+def test_sigmoids(device, normalises, is_corrected):
+    """A correction moves the choice alone, also where it is negative: by as much as the scores."""
+    x, weight = randn(device, 9, 72) / 8, randn(device, 40, 72, seed=1)
+    correction = randn(device, 40, seed=3) - 3 if is_corrected else None
+    found = check(x, weight, 6, normalises, is_sigmoid=True, scale=2.5, correction=correction)
+    if is_corrected:
+        without = check(x, weight, 6, normalises, is_sigmoid=True, scale=2.5)
+        assert not torch.equal(found.experts, without.experts)
+
+
+def test_logits_of_float32(device):
+    """Of rows that a linear would round: weights and scores as exact as the sums."""
+    x, weight = randn(device, 5, 64).half(), randn(device, 24, 64, seed=1).half()
+    found = check(x, weight, 4, rounds_logits=False, dtype=torch.float32)
+    assert found.weights.dtype == torch.float32
+    rounded = route_reference(x, weight, RouterForm(4, True, dtype=torch.float32))
+    assert (found.weights - rounded.weights).abs().max() > 1e-5

@@ -13,6 +13,7 @@ from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.expert_matrices import (
     ExpertMatrices,
     ExpertWeight,
+    RouterForm,
     Routing,
     route_reference,
 )
@@ -43,11 +44,11 @@ class Router(WeightedLayer):
         dtype: torch.dtype,
         arithmetic: Arithmetic = FASTEST,
     ) -> None:
-        self._k, self._normalises = spec.num_experts_per_tok, spec.norm_topk_prob
+        self._form = form = RouterForm(spec.num_experts_per_tok, spec.norm_topk_prob)
         shape = (spec.num_experts, hidden_size)
         part = WeightPart(f"{checkpoint_name}.weight", shape, 0, 0, spec.num_experts)
         self._declared = Weight(f"{name}.weight", shape, dtype, (part,), Uniform.of_fan_in(hidden_size))
-        self._route_any = arithmetic.route(lambda x, weight: route_reference(x, weight, self._k, self._normalises))
+        self._route_any = arithmetic.route(lambda x, weight: route_reference(x, weight, form))
         self._weight: torch.Tensor
 
     def weights(self) -> list[Weight]:
@@ -65,7 +66,7 @@ class Router(WeightedLayer):
     def __call__(self, x: torch.Tensor) -> Routing:
         """x: [n, hidden_size]."""
         if len(x) <= self._max_routed:
-            return self._route(x, self._weight, self._k, self._normalises, counter=self._counter)
+            return self._route(x, self._weight, self._form, counter=self._counter)
         return self._route_any(x, self._weight)
 
 

@@ -16,8 +16,8 @@ from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta
 from ringcore.model_executor.models.transformers.routers import Routers
 
-RECOGNISED = {"qwen3_moe": True, "mixtral": True, "gpt_oss": True, "olmoe": True, "qwen2_moe": True}
-OTHERS = {"glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}}
+SOFTMAX = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen2_moe", "deepseek_v2"]
+SIGMOID = {"n_routed_experts": 4, "first_k_dense_replace": 0, "routed_scaling_factor": 2.5}
 
 
 def routers_of(model_type: str, dtype=torch.float32, **options):
@@ -27,9 +27,17 @@ def routers_of(model_type: str, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("model_type", RECOGNISED)
+@pytest.mark.parametrize("model_type", SOFTMAX)
 def test_softmax_routers_are_recognised(model_type, dtype):
-    assert len(routers_of(model_type, dtype)[1]) == 1
+    (form,) = routers_of(model_type, dtype)[1]._forms.values()
+    assert not form.is_sigmoid
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_router_of_sigmoids_with_a_correction_is(dtype):
+    (form,) = routers_of("glm4_moe", dtype, **SIGMOID, n_group=1, topk_group=1)[1]._forms.values()
+    assert (form.is_sigmoid, form.scale, form.normalises) == (True, 2.5, True)
+    assert form.rounds_logits == (dtype == torch.float32), "which is the same in float32"
 
 
 def test_routers_that_differ_in_a_number_are_tried_each():
@@ -42,7 +50,8 @@ def test_routers_that_differ_in_a_number_are_tried_each():
 
 
 def test_a_router_of_another_formula_is_not():
-    assert len(routers_of("glm4_moe", **OTHERS["glm4_moe"])[1]) == 0
+    """Experts of a group of two that is chosen first."""
+    assert len(routers_of("glm4_moe", **SIGMOID, n_group=2, topk_group=1)[1]) == 0
 
 
 def test_a_mixture_that_reads_the_logits_keeps_its_router():
@@ -58,9 +67,10 @@ def test_a_mixture_that_reads_the_logits_keeps_its_router():
 
 
 @pytest.mark.parametrize("normalises", [False, True])
-@pytest.mark.parametrize("model_type", ["gpt_oss", "olmoe"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "olmoe", "glm4_moe"])
 def test_the_kernel_takes_the_place_of_few_tokens(monkeypatch, model_type, normalises):
     options = {} if model_type == "gpt_oss" else {"norm_topk_prob": normalises}
+    options |= SIGMOID | {"n_group": 1, "topk_group": 1} if model_type == "glm4_moe" else {}
     model, routers = routers_of(model_type, **options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
@@ -68,11 +78,15 @@ def test_the_kernel_takes_the_place_of_few_tokens(monkeypatch, model_type, norma
     for name, parameter in router._parameters.items():
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
         router._parameters[name] = nn.Parameter(values.to(device), requires_grad=False)
+    for name, buffer in router._buffers.items():
+        router._buffers[name] = torch.linspace(0, 1, len(buffer), device=device)
     own = copy.deepcopy(router)
     routers.bind()
     for num_tokens in (3, 70):
         rows = torch.randn(num_tokens, SIZES["hidden_size"], device=device)
         (logits, weights, experts), (_, own_weights, own_experts) = router(rows), own(rows)
         assert (logits is None) == (num_tokens == 3)
-        assert torch.equal(experts.long(), own_experts)
-        torch.testing.assert_close(weights, own_weights, atol=1e-6, rtol=1e-5)
+        (experts, order), (own_experts, own_order) = experts.long().sort(-1), own_experts.sort(-1)
+        assert torch.equal(experts, own_experts)
+        ours, theirs = weights.gather(1, order), own_weights.gather(1, own_order)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
