@@ -23,6 +23,7 @@ from ringcore.checkpoint import find_model
 from ringcore.kernels import skinny_configs
 from ringcore.model_executor import ops
 from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.models.transformers.mixtures import BoundMixture
 from ringcore.model_executor.residual import Residual
 
 
@@ -46,12 +47,26 @@ def logits(folder, device, dtype, has_kernels, monkeypatch):
 
 @pytest.mark.parametrize(
     "model_type",
-    [*("phi3", "glm", "olmo2", "granite", "smollm3", "qwen3_moe", "gpt_neox"), "deepseek_v3", "deepseek_v2"],
+    [*("phi3", "glm", "olmo2", "granite", "smollm3", "gpt_neox"), "deepseek_v3", "deepseek_v2"],
 )
 def test_logits_are_those_of_transformers(tmp_path, device, monkeypatch, model_type):
     reference = theirs(tmp_path, model_type, **TYPES[model_type][0])
     ours = logits(tmp_path, device, torch.float32, True, monkeypatch)
     torch.testing.assert_close(ours, logits_of(reference, IDS), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2"])
+def test_few_tokens_of_a_mixture_are_added_to_the_stream(tmp_path, device, monkeypatch, model_type):
+    """By its experts' last kernel, and by that of the shared experts."""
+    shared = {"first_k_dense_replace": 0, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_method": "greedy"}
+    shared |= {"moe_intermediate_size": 16, "n_shared_experts": 1}
+    options = shared if model_type == "deepseek_v2" else {}
+    reference = theirs(tmp_path, model_type, **TYPES[model_type][0] | options)
+    added, add_to = [], BoundMixture.add_to
+    monkeypatch.setattr(BoundMixture, "add_to", lambda self, *given: (added.append(self), add_to(self, *given)))
+    ours = logits(tmp_path, device, torch.float32, True, monkeypatch)
+    torch.testing.assert_close(ours, logits_of(reference, IDS), atol=2e-4, rtol=2e-4)
+    assert len(added) == 4 * len({id(one) for one in added}) > 0
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "granite", "glm4", "cohere2", "starcoder2"])

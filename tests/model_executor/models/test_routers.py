@@ -14,6 +14,7 @@ from ringcore.model_executor import ops
 from ringcore.model_executor.models.transformers.attention_calls import record
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta
+from ringcore.model_executor.models.transformers.mixtures import Mixtures
 from ringcore.model_executor.models.transformers.routers import Routers
 
 SOFTMAX = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen2_moe", "deepseek_v2"]
@@ -90,3 +91,26 @@ def test_the_kernel_takes_the_place_of_few_tokens(monkeypatch, model_type, norma
         assert torch.equal(experts, own_experts)
         ours, theirs = weights.gather(1, order), own_weights.gather(1, own_order)
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "glm4_moe"])
+def test_mixtures_of_experts_and_one_more_module_at_most(model_type):
+    options = SIGMOID | {"n_group": 1, "topk_group": 1} if model_type == "glm4_moe" else {}
+    model, routers = routers_of(model_type, **options)
+    found = Mixtures(model, routers.paths, SIZES["hidden_size"])
+    assert list(found._found.values()) == ["shared_experts" if options else None]
+
+
+def test_a_mixture_that_weights_its_shared_expert_is_none():
+    model, routers = routers_of("qwen2_moe")
+    assert len(Mixtures(model, routers.paths, SIZES["hidden_size"])) == 0
+    mixture = model.get_submodule(next(iter(routers.paths)).rpartition(".")[0])
+    assert all(isinstance(one.forward.__self__, nn.Module) for one in mixture.children()), "all are where they were"
+
+
+def test_a_mixture_that_changes_the_rows_of_its_experts_is_none(monkeypatch):
+    model, routers = routers_of("gpt_oss")
+    mixture = type(model.get_submodule(next(iter(routers.paths)).rpartition(".")[0]))
+    own = mixture.forward
+    monkeypatch.setattr(mixture, "forward", lambda self, x: (own(self, x)[0] * 2, None))
+    assert len(Mixtures(model, routers.paths, SIZES["hidden_size"])) == 0

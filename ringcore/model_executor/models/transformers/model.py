@@ -30,6 +30,7 @@ from ringcore.model_executor.models.transformers.fusion.parts import local_atten
 from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
+from ringcore.model_executor.models.transformers.mixtures import Mixtures
 from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.quantized_linears import dense_names, replace_quantized
 from ringcore.model_executor.models.transformers.refusal import Refused, refusals_of
@@ -95,11 +96,11 @@ class TransformersModel(CausalLM):
         _check_calls(whole, spec.num_layers)
         calls = record_masked(body, num_positions)
         self._routers = Routers(model, dtype, lambda: record(body, num_positions))
+        self._mixtures = Mixtures(model, self._routers.paths, spec.hidden_size)
         layouts = read_layouts(model, dense_names(TensorIndex(spec.weight_files), spec.quantization))
         self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size, num_positions)
-        chain = None
-        if self.stage.size > 1:
-            chain = read_chain(body, self._fusion.recognised.layers, spec.num_layers, num_positions)
+        layers = self._fusion.recognised.layers
+        chain = read_chain(body, layers, spec.num_layers, num_positions) if self.stage.size > 1 else None
         replaced = self._fusion.replaced
         shares = self._split(model, layouts, tp, spec.quantization)
         on_rank = whole if tp.size == 1 else record(body, num_positions)
@@ -107,11 +108,8 @@ class TransformersModel(CausalLM):
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.attention_layers = _attention_layers(calls, on_rank, tp.size, ours)
-        self._layers = {
-            call.module: layer
-            for call, layer in zip(on_rank, self.attention_layers, strict=True)
-            if isinstance(layer, Attention)
-        }
+        of_calls = zip(on_rank, self.attention_layers, strict=True)
+        self._layers = {call.module: layer for call, layer in of_calls if isinstance(layer, Attention)}
         self._quantized = replace_quantized(model, layouts, replaced, spec.quantization, tp, dtype, scheme_of)
         replaced = replaced | self._quantized.keys()
         _use_products(model, self._fusion.linears, tp)
@@ -160,8 +158,8 @@ class TransformersModel(CausalLM):
 
     def report(self) -> ModelReport:
         counts, reasons = self._fusion.counted()
-        mixtures = {"experts": len(self._experts), "routers": len(self._routers)}
-        counts |= {name: number for name, number in mixtures.items() if number}
+        of_mixtures = len(self._experts), len(self._routers), len(self._mixtures)
+        counts |= {name: n for name, n in zip(("experts", "routers", "mixtures"), of_mixtures, strict=True) if n}
         return ModelReport("transformers", self._num_attention_layers, counts, [*reasons, *self._experts.reasons()])
 
     def weights(self) -> Sequence[Weight]:
@@ -205,6 +203,7 @@ class TransformersModel(CausalLM):
             linear.bind(updatable, prefers_float32=linear is self._model.get_output_embeddings())
         self._experts.bind(self._expert_parallel)
         self._routers.bind()
+        self._mixtures.bind()
         self._model.config._experts_implementation = EXPERTS
 
     def refresh(self) -> None:

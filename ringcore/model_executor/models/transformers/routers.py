@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ringcore.kernels.expert_matrices import RouterForm, Routing, route_reference
 from ringcore.model_executor import ops
 
-__all__ = ["Routers"]
+__all__ = ["FusedRouter", "Routers"]
 
 _NUM_ROWS = 64  # of a trial
 _CORRECTION = "e_score_correction_bias"  # the name of the only other tensor that a router has here
@@ -47,29 +47,33 @@ class Routers:
     def __len__(self) -> int:
         return len(self._forms)
 
+    @property
+    def paths(self) -> Collection[str]:
+        return self._forms.keys()
+
     def bind(self) -> None:
         """After the tensors of the modules are bound; those of other stages have none."""
         for name, form in self._forms.items():
             module = self._modules[name]
             if ops.has_kernels(module.weight.device):
-                module.forward = _FusedRouter(module, form)
+                module.forward = FusedRouter(module, form)
 
 
-class _FusedRouter:
+class FusedRouter:
     """In the place of a module's `forward`: more tokens than the kernel takes are its own."""
 
     def __init__(self, module: Any, form: RouterForm) -> None:
         from ringcore.kernels import router
 
         self._module, self._form, self._own = module, form, module.forward
-        self._route, self._max_tokens = router.route, router.MAX_TOKENS
+        self._route, self.max_tokens = router.route, router.MAX_TOKENS
         self._counter = router.new_router_counter(module.weight.device)
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """hidden_states: [..., hidden_size] -> None, which nothing reads, and [num_tokens, k] twice."""
         weight: torch.Tensor = self._module.weight
         rows = hidden_states.reshape(-1, weight.shape[1])
-        if len(rows) > self._max_tokens or rows.dtype != weight.dtype:
+        if len(rows) > self.max_tokens or rows.dtype != weight.dtype:
             own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._own(hidden_states)
             return own
         bias, correction = _vectors(self._module)

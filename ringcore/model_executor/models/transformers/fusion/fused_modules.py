@@ -56,6 +56,10 @@ class FusedMLP(nn.Module):
         rows = hidden.reshape(-1, hidden.shape[-1])
         return self.sublayer(self._unnormed, Residual(rows), LayerInputs(_NO_CONTEXT, ())).view(hidden.shape)
 
+    def add_to(self, stream: Residual, rows: torch.Tensor) -> None:
+        """stream [n, hidden_size] += self(rows)."""
+        self.sublayer.add_to(stream, self._unnormed, Residual(rows), LayerInputs(_NO_CONTEXT, ()))
+
     def weighted(self) -> list[WeightedLayer]:
         return self.sublayer.layers()
 

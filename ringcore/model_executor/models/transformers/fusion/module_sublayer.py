@@ -63,6 +63,14 @@ class ModuleSublayer(Sublayer):
         contribution: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return contribution.view(rows.shape)[0]  # some experts return one row a token
 
+    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
+        """By the `BoundMixture` of a module that has one."""
+        mixture = vars(self._module).get("ringcore")
+        if mixture is not None and mixture.takes(len(hidden)):
+            mixture.add_to(stream, hidden.normed(norm))
+        else:
+            super().add_to(stream, norm, hidden, inputs)
+
 
 def _value(argument: Argument, inputs: ModuleInputs) -> Any:
     match argument.key:
