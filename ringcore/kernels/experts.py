@@ -73,8 +73,11 @@ def experts(
         return target
     assert target.shape == x.shape, (target.shape, x.shape)
     assert target.is_contiguous()
-    routing = Routing(routing.experts.contiguous(), routing.weights.contiguous())
-    pairs = None if len(x) <= MAX_PAIRED_TOKENS else sort_pairs(routing.experts, len(matrices), matrices.first)
+    routing = Routing(routing.experts.contiguous(), routing.weights.contiguous(), routing.pairs)
+    pairs = None
+    if len(x) > MAX_PAIRED_TOKENS:
+        pairs = routing.pairs or sort_pairs(routing.experts, len(matrices), matrices.first)
+        assert len(pairs.offsets) == len(matrices) + 1, "the pairs are those of other experts"
     grouped = GroupedProducts(routing, matrices, pairs, config)
     if isinstance(activate, ExpertGate):
         inner = grouped.product(x, matrices.up, matrices.up_bias, x.dtype, gate=activate)

@@ -1,7 +1,8 @@
 """The router of a mixture for few tokens, in one launch: logits, their softmax or sigmoids, the k largest.
 
 Programs each multiply a tile of the router's matrix, over a share of the inputs (split-K). The program that arrives
-last adds the partials and chooses. Torch's operations would be seven launches, each as long as this one.
+last adds the partials, chooses, and sorts the pairs by expert. Torch's operations would be seven launches, each as long
+as this one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import RouterForm, Routing
+from ringcore.kernels.experts_configs import MAX_PAIRED_TOKENS
+from ringcore.kernels.experts_sort import SortedPairs
 
 __all__ = ["MAX_TOKENS", "new_router_counter", "route"]
 
@@ -20,6 +23,34 @@ _BLOCK_EXPERTS, _BLOCK_INPUTS, _MIN_ROWS = 16, 128, 16
 _SPLIT_INPUTS = 512  # of one program, at least
 _CHOSEN = tl.constexpr(1e30)  # less this an expert is not chosen again
 _CHOSEN_ELEMENTS = 2048  # logits that the last program holds at once
+_MAX_SORTED = 256  # pairs; more are sorted by programs of their own
+_SORTED_AT_ONCE = tl.constexpr(32)
+
+
+@triton.jit
+def _sort(
+    experts,  # [num_pairs] int32
+    order,  # these two: see `SortedPairs`
+    offsets,
+    num_pairs,
+    num_experts: tl.constexpr,
+    block_experts: tl.constexpr,  # more than num_experts
+    block_pairs: tl.constexpr,
+):
+    """A pair's place is the number of pairs with an expert before its own, or with its own and a token before."""
+    pair = tl.arange(0, block_pairs)
+    expert = tl.arange(0, block_experts)
+    own = tl.load(experts + pair, mask=pair < num_pairs, other=num_experts, cache_modifier=".cg")
+    places = tl.zeros([block_pairs, _SORTED_AT_ONCE], tl.int32)
+    begins = tl.zeros([block_experts, _SORTED_AT_ONCE], tl.int32)
+    for at in tl.static_range(0, block_pairs, _SORTED_AT_ONCE):
+        other = at + tl.arange(0, _SORTED_AT_ONCE)
+        found = tl.load(experts + other, mask=other < num_pairs, other=num_experts, cache_modifier=".cg")[None, :]
+        is_before = (found < own[:, None]) | ((found == own[:, None]) & (other[None, :] < pair[:, None]))
+        places += is_before.to(tl.int32)
+        begins += (found < expert[:, None]).to(tl.int32)
+    tl.store(order + tl.sum(places, 1), pair, mask=pair < num_pairs)
+    tl.store(offsets + expert, tl.sum(begins, 1), mask=expert <= num_experts)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -31,6 +62,8 @@ def _router_kernel(
     partials,  # [splits, num_tokens, num_experts] float32
     experts,  # [num_tokens, k] int32
     weights,  # [num_tokens, k]
+    order,  # [num_tokens * k] int32, this and the next: see `SortedPairs`, written where block_pairs > 0
+    offsets,  # [num_experts + 1] int32
     counter,  # [1] int32, 0, and 0 again afterwards
     num_tokens,  # int
     num_experts: tl.constexpr,
@@ -42,6 +75,7 @@ def _router_kernel(
     block_rows: tl.constexpr,
     block_inputs: tl.constexpr,
     block_chosen: tl.constexpr,  # tokens for which the last program chooses at once
+    block_pairs: tl.constexpr,  # a power of two, num_tokens * k or more
     splits: tl.constexpr,
     normalises: tl.constexpr,  # this and the next three: see `RouterForm`
     is_sigmoid: tl.constexpr,
@@ -112,6 +146,9 @@ def _router_kernel(
             is_chosen = (token < num_tokens)[:, None] & (place < k)[None, :]
             tl.store(experts + pairs, chosen, mask=is_chosen)
             tl.store(weights + pairs, found.to(weights.dtype.element_ty), mask=is_chosen)
+        if block_pairs > 0:
+            tl.debug_barrier()
+            _sort(experts, order, offsets, num_tokens * k, num_experts, 2 * block_experts, block_pairs)
         tl.store(counter, 0)
 
 
@@ -132,7 +169,7 @@ def route(
     """As `route_reference` of `kernels.expert_matrices`; of equal scores that of the first expert.
 
     x: [n, hidden_size], weight: [num_experts, hidden_size], bias and correction: [num_experts]; contiguous, n at most
-    `MAX_TOKENS`. The experts are int32.
+    `MAX_TOKENS`. The experts are int32; the pairs of more than `MAX_PAIRED_TOKENS`, if they are few, are sorted.
 
     counter: see `new_router_counter`, not shared with what may run at the same time.
     """
@@ -145,10 +182,14 @@ def route(
     partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_tokens, k, dtype=form.dtype or x.dtype, device=x.device)
+    num_pairs, pairs = num_tokens * k, None
+    if num_tokens > MAX_PAIRED_TOKENS and num_pairs <= _MAX_SORTED:
+        places = torch.empty(num_pairs + num_experts + 1, dtype=torch.int32, device=x.device)
+        pairs = SortedPairs(places[:num_pairs], places[num_pairs:])
     pdl = supports_pdl(x.device)
     _router_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS), splits)](
         *(x, weight, weight if bias is None else bias, weight if correction is None else correction),
-        *(partials, experts, weights, counter, num_tokens),
+        *(partials, experts, weights, *(pairs or (experts, experts)), counter, num_tokens),
         num_experts=num_experts,
         num_inputs=num_inputs,
         k=k,
@@ -158,6 +199,7 @@ def route(
         block_rows=max(_MIN_ROWS, triton.next_power_of_2(num_tokens)),
         block_inputs=_BLOCK_INPUTS if x.dtype != torch.float32 else _BLOCK_INPUTS // 4,
         block_chosen=max(1, min(triton.next_power_of_2(num_tokens), _CHOSEN_ELEMENTS // block_experts)),
+        block_pairs=0 if pairs is None else max(_SORTED_AT_ONCE.value, triton.next_power_of_2(num_pairs)),
         splits=splits,
         normalises=form.normalises,
         is_sigmoid=form.is_sigmoid,
@@ -169,4 +211,4 @@ def route(
         num_warps=4,
         **launch_options(pdl),
     )
-    return Routing(experts, weights)
+    return Routing(experts, weights, pairs)

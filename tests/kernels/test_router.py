@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ringcore.kernels.expert_matrices import RouterForm, route_reference
+from ringcore.kernels.experts_sort import sort_pairs_reference
 from ringcore.kernels.router import MAX_TOKENS, new_router_counter, route
 
 
@@ -16,6 +17,11 @@ def check(x, weight, k, normalises=True, bias=None, correction=None, **form):
     assert torch.equal(found.experts.long(), exact.experts)
     torch.testing.assert_close(found.weights, exact.weights, atol=1e-5, rtol=torch.finfo(x.dtype).eps)
     assert not counter.any(), "the next launch finds it so"
+    if found.pairs is not None:
+        sorted_pairs = sort_pairs_reference(exact.experts, len(weight))
+        assert torch.equal(found.pairs.order, sorted_pairs.order)
+        assert torch.equal(found.pairs.offsets, sorted_pairs.offsets)
+    assert (found.pairs is not None) == (len(x) > 4 and len(x) * k <= 256)
     return found
 
 

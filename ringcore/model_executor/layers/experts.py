@@ -75,6 +75,7 @@ class BoundExperts:
         `TensorParallel.combine`."""
         if self._slots is None:
             return routing, None
+        routing = replace(routing, pairs=None)  # these are of all experts
         combines = self._tp.combines(len(x), x.shape[1], routing.k, x.dtype)
         if not combines and not self._slots.is_balanced:  # the slots are the experts
             return routing, None

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ringcore.kernels.expert_matrices import Routing
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.models.transformers.expert_forms import is_experts
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedMLP
@@ -36,8 +35,7 @@ class BoundMixture:
 
     def add_to(self, stream: Residual, x: torch.Tensor) -> None:
         """stream [n, hidden_size] += the mixture of x [n, hidden_size]."""
-        _, weights, experts = self._router(x)
-        self._experts.add_to(stream.rows, x, Routing(experts, weights))
+        self._experts.add_to(stream.rows, x, self._router.routing(x))
         if isinstance(self._shared, FusedMLP):
             self._shared.add_to(stream, x)
         elif self._shared is not None:

@@ -76,11 +76,14 @@ class FusedRouter:
         if len(rows) > self.max_tokens or rows.dtype != weight.dtype:
             own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._own(hidden_states)
             return own
-        bias, correction = _vectors(self._module)
-        routing = self._route(
-            rows.contiguous(), weight, self._form, counter=self._counter, bias=bias, correction=correction
-        )
+        routing = self.routing(rows.contiguous())
         return None, routing.weights, routing.experts
+
+    def routing(self, rows: torch.Tensor) -> Routing:
+        """rows: [n, hidden_size], n at most `max_tokens`."""
+        bias, correction = _vectors(self._module)
+        counter, weight = self._counter, self._module.weight
+        return self._route(rows, weight, self._form, counter=counter, bias=bias, correction=correction)
 
 
 def _may_be_router(module: Any) -> bool:
