@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from ringcore.host.cache_folder import our_cache_folder
 from ringcore.host.measurements import Measurements, Seconds
 from ringcore.host.resources import Host
+from ringcore.model_executor.threads import one_thread
 
 __all__ = ["ROWS", "Choice", "choose", "measured_seconds"]
 
@@ -93,7 +93,7 @@ def _measure(num_outputs: int, num_inputs: int, packings: Mapping[str, Pack]) ->
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).bfloat16().float()  # every packing can hold it
     evicting = torch.ones(_EVICTING)
-    with _one_thread():
+    with one_thread():
         packed = {name: pack(weight, None) for name, pack in packings.items()}
         found: dict[str, list[float]] = {name: [] for name in packings}
         for rows in ROWS:
@@ -117,13 +117,3 @@ def _fastest(packed: Mapping[str, Multiply], x: torch.Tensor, evicting: torch.Te
                 multiply(x)
                 times[name] = min(times[name], time.perf_counter() - start)
     return times
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

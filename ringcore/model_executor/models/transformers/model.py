@@ -38,6 +38,7 @@ from ringcore.model_executor.models.transformers.routers import Routers
 from ringcore.model_executor.models.transformers.stages import LayerChain, StagedBody, read_chain
 from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
 from ringcore.model_executor.models.transformers.text_part import keep_text
+from ringcore.model_executor.threads import one_thread
 from ringcore.model_executor.weight import SeenTensors, Tensors, Weight
 from ringcore.protocol.model_report import ModelReport
 
@@ -83,7 +84,7 @@ class TransformersModel(CausalLM):
         # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
         self.stage, self._expert_parallel = stage, expert_parallel and tp.size > 1
         self._redundant_experts = redundant_experts
-        with refusals_of(spec), torch.inference_mode(False), torch.no_grad():
+        with refusals_of(spec), torch.inference_mode(False), torch.no_grad(), one_thread():
             self._build(spec, tp, dtype, max_model_len, scheme_of)
 
     def _build(
