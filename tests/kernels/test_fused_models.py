@@ -23,6 +23,7 @@ from ringcore.checkpoint import find_model
 from ringcore.kernels import skinny_configs
 from ringcore.model_executor import ops
 from ringcore.model_executor.loader import load_weights
+from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedMLP
 from ringcore.model_executor.models.transformers.mixtures import BoundMixture
 from ringcore.model_executor.residual import Residual
 
@@ -67,6 +68,7 @@ def test_few_tokens_of_a_mixture_are_added_to_the_stream(tmp_path, device, monke
     ours = logits(tmp_path, device, torch.float32, True, monkeypatch)
     torch.testing.assert_close(ours, logits_of(reference, IDS), atol=2e-4, rtol=2e-4)
     assert len(added) == 4 * len({id(one) for one in added}) > 0
+    assert all(isinstance(one._shared, FusedMLP) for one in added) == (model_type == "deepseek_v2")
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "granite", "glm4", "cohere2", "starcoder2"])

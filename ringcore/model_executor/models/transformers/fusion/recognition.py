@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -112,6 +113,14 @@ class _Search:
                     self._mlps[path] = find_mlp(self._sample, self._trial, calls)
                 except NotRecognised as error:
                     self._reasons[path] = str(error)
+                    self._find_inner_mlps(path)
+
+    def _find_inner_mlps(self, path: str) -> None:
+        """Those of a sublayer that is none itself: the shared experts of a mixture."""
+        for calls in self._sublayers(path):
+            if len(calls) == 1 and not isinstance(calls[0].module, SampleLinear):
+                with suppress(NotRecognised):
+                    self._mlps[calls[0].name] = find_mlp(self._sample, self._trial, calls)
 
     def _attention(self, path: str, call: AttentionCall) -> AnyAttentionPlan:
         latents = find_latent_attention(self._sample, self._trial, path, call, self._norms)

@@ -15,66 +15,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
 from ringcore.model_executor.models.transformers.attention_calls import in_one_line
 from ringcore.model_executor.models.transformers.construction import make_buffers
+from ringcore.model_executor.models.transformers.fusion.sample_modules import (
+    NUM_IDS,
+    NotRecognised,
+    SampleLinear,
+    fill,
+    replace_large,
+)
 from ringcore.model_executor.models.transformers.handed_down import given_to_body, handed_down
 
 __all__ = ["Call", "Heads", "NotRecognised", "SampleLinear", "SamplePass", "attend", "cosines_and_sines", "run_sample"]
 
 _SAMPLE = "ringcore_sample"  # the name of `_sample_attention` in transformers' interface
-_RANK = 8
-_NUM_IDS = 64
 _NUM_TOKENS = 6
 _POSITION_STEP = 3  # between tokens, so that an angle of a position is not that of a token's index
-_MAX_SMALL = 1 << 20  # numbers of a tensor that is filled as it is
-
-
-class NotRecognised(Exception):
-    """Why a part of a model stays transformers' own, in one line."""
-
-
-class SampleLinear(nn.Module):
-    """Stands for a linear: a product by two thin matrices. It has no `weight`: code that reads the weight of a linear
-    by itself fails, and is not replaced."""
-
-    def __init__(self, linear: nn.Linear, generator: torch.Generator) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._thin = _random(generator, linear.in_features, _RANK) / linear.in_features**0.5
-        self._wide = _random(generator, _RANK, linear.out_features) / _RANK**0.5
-        self.bias = None if linear.bias is None else nn.Parameter(_random(generator, linear.out_features) / 2)
-        self.outputs: list[torch.Tensor] | None = None  # collected as leaves of the autograd graph, where given
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in] -> [..., out], without the bias."""
-        out: torch.Tensor = x @ self._thin @ self._wide
-        return out
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.product(x)
-        out = out if self.bias is None else out + self.bias
-        if self.outputs is not None:
-            out = out.detach().requires_grad_()
-            self.outputs.append(out)
-        return out
-
-
-class _StandIn(nn.Module):
-    """Stands for a sublayer with large tensors: a function of its input, in the structure that the sublayer returns."""
-
-    def __init__(self, module: nn.Module, size: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self._on_meta = module.to("meta", torch.float32)
-        self._linear = SampleLinear(nn.Linear(size, size, device="meta"), generator)
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
-        out = self._on_meta(x.to("meta"), *on_meta[0], **on_meta[1])
-        value = self._linear(x).tanh()
-        return (value, *[None] * (len(out) - 1)) if isinstance(out, tuple) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +167,9 @@ def run_sample(
     body.config.dtype = torch.float32
     body.config._attn_implementation = _SAMPLE
     for layer, attention in zip(layers, attentions, strict=True):
-        _replace_large(body, layer, attention, generator)
-    _fill(body, generator)
-    ids = torch.randint(_NUM_IDS, (1, _NUM_TOKENS), generator=generator)
+        replace_large(body, layer, attention, generator)
+    fill(body, generator)
+    ids = torch.randint(NUM_IDS, (1, _NUM_TOKENS), generator=generator)
     positions = _POSITION_STEP * torch.arange(_NUM_TOKENS)[None]
     far = positions.clone()
     far[0, -1] = max(num_positions - 1, int(far[0, -1]))  # some scale queries by their position, beyond thousands
@@ -257,44 +216,3 @@ def _recorded(sample: SamplePass) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _replace_large(body: PreTrainedModel, layer: str, attention: str, generator: torch.Generator) -> None:
-    """Puts stand-ins in place of the sublayers, but attention, that have large tensors outside linears."""
-    module = body.get_submodule(layer)
-    for name, child in module.named_children():
-        if f"{layer}.{name}" == attention:
-            continue
-        large = [p for inner in child.modules() for p in inner.parameters(recurse=False) if not _is_fillable(inner, p)]
-        if large:
-            setattr(module, name, _StandIn(child, body.config.get_text_config().hidden_size, generator))
-
-
-def _is_fillable(module: nn.Module, parameter: nn.Parameter) -> bool:
-    return type(module) is nn.Linear or (parameter.dim() == 1 and parameter.numel() <= _MAX_SMALL)
-
-
-def _fill(root: nn.Module, generator: torch.Generator) -> None:
-    """Random values in place of the parameters, by kind of module."""
-    for name, child in list(root.named_children()):
-        if type(child) is nn.Linear:
-            setattr(root, name, SampleLinear(child, generator))
-        elif not isinstance(child, _StandIn):
-            _fill(child, generator)
-    for name, parameter in list(root.named_parameters(recurse=False)):
-        shape = list(parameter.shape)
-        if isinstance(root, nn.Embedding):
-            shape[0], root.padding_idx = _NUM_IDS, None
-        if torch.Size(shape).numel() > _MAX_SMALL:
-            raise NotRecognised(f"{type(root).__name__} has a large tensor {name!r}")
-        # Embeddings of the magnitude of what layers add to them; factors that are far from equal and from 0.
-        spread = _random(generator, *shape)
-        value = 4 * spread if isinstance(root, nn.Embedding) else 1 + spread / 4
-        root._parameters[name] = nn.Parameter(value, requires_grad=False)
-    for name, buffer in root._buffers.items():
-        if buffer is not None and buffer.isnan().any():  # a checkpoint has it
-            root._buffers[name] = 1 + _random(generator, *buffer.shape) / 4
-
-
-def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator)
