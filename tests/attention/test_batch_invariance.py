@@ -65,8 +65,9 @@ def test_a_token_has_the_same_bits_in_every_step(name: str, steps: str, shape: d
     if name == "triton_rows" and not HAS_GPU:
         if importlib.util.find_spec("triton") is None:
             pytest.skip("triton is not installed")
-        if steps != ("beside others" if shape else "chunks"):
+        if steps != ("decodes" if shape else "chunks"):
             pytest.skip("takes the interpreter too long")
+        shape = shape | {"dtype": "float16"} if shape else {}  # the bits of bfloat16 it multiplies as integers
     alone = outputs_of(name, [[(0, LENS[0])]], True, **shape)
     assert torch.equal(outputs_of(name, STEPS[steps], False, **shape), alone)
 
