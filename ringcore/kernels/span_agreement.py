@@ -2,7 +2,7 @@
 
 A decode needs tiles of 16 rows, a prompt of 64 and more, which tensor cores multiply by another instruction. Whether
 both add up alike is asked of the device: queries whose products with keys cancel, so that a score is what roundings
-leave, are attended by a prompt's kernel and by decodes. Where they differ, decodes take the tiles of prompts.
+leave, are attended to by a prompt's kernel and by decodes. Where they differ, decodes take the tiles of prompts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from ringcore.errors import ConfigError
 from ringcore.kernels.page_layout import PageLayout
 from ringcore.kernels.paged_attention_decode import paged_attention_decode
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
+from ringcore.kernels.precompile import NotLaunchedError
 from ringcore.kernels.span_scheduler import SpanTileScheduler, span_tiling
 
 __all__ = ["HeadShape", "decode_rows"]
 
 _FEW, _MANY, _FLOAT32 = 16, 64, 32  # rows
-_TOKENS, _QUERIES = 320, 128  # of the context, and the last of them
+_TOKENS, _QUERIES = 320, 32  # of the context, and the last of them
 
 
 class HeadShape(NamedTuple):
@@ -44,19 +45,18 @@ def decode_rows(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> i
         return _MANY
     try:
         return _agreeing_rows(shape, dtype, device)
-    except _NotLaunchedError:  # kernel warm-up
+    except NotLaunchedError:  # kernel warm-up
         return _FEW
-
-
-class _NotLaunchedError(Exception):
-    pass
 
 
 @functools.cache  # not what it raises
 def _agreeing_rows(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> int:
     asked = _Question(shape, dtype, device)
     for rows in (_FEW, _MANY):
-        if all(asked.agrees(num_seqs, rows) for num_seqs in (1, _QUERIES)):
+        decoded = [asked.decoded(num_seqs, rows) for num_seqs in (1, _QUERIES)]
+        if asked.of_prompt.isnan().any():
+            raise NotLaunchedError
+        if all(torch.equal(out, asked.of_prompt) for out in decoded):
             return rows
     found = f"{shape.num_heads} heads of {shape.head_size} numbers in {dtype} on {torch.cuda.get_device_name(device)}"
     raise ConfigError(
@@ -89,21 +89,21 @@ class _Question:
         self._lens = torch.arange(_TOKENS - _QUERIES + 1, _TOKENS + 1, dtype=torch.int32, device=device)
         self._table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
         starts = torch.tensor([0, _QUERIES], dtype=torch.int32, device=device)
-        self._of_prompt = self._empty()
+        self.of_prompt = self._empty()
         paged_attention_prefill(
             *(self._query, self._pages, self._table, self._lens[-1:], starts, shape.head_size**-0.5),
             max_query_len=None,
             window=shape.window,
             chunk=shape.chunk,
-            out=self._of_prompt,
+            out=self.of_prompt,
         )
 
     def _empty(self) -> torch.Tensor:
         size = *self._query.shape[:2], self._shape.v_head_size
         return torch.full(size, torch.nan, device=self._query.device)
 
-    def agrees(self, num_seqs: int, rows: int) -> bool:
-        """Whether decodes with the tiles for `num_seqs` sequences and so many rows do."""
+    def decoded(self, num_seqs: int, rows: int) -> torch.Tensor:
+        """The same by decodes, with the tiles for `num_seqs` sequences and so many rows."""
         shape, out = self._shape, self._empty()
         tiling = span_tiling(num_seqs, max(shape.head_size, shape.v_head_size), self._dtype, rows)
         scheduler = SpanTileScheduler.allocate(
@@ -115,7 +115,4 @@ class _Question:
         scheduler.plan(self._lens)
         table = self._table.expand(_QUERIES, -1).contiguous()
         scale = shape.head_size**-0.5
-        paged_attention_decode(self._query, self._pages, table, self._lens, scheduler, scale, out=out)
-        if self._of_prompt.isnan().any():
-            raise _NotLaunchedError
-        return torch.equal(out, self._of_prompt)
+        return paged_attention_decode(self._query, self._pages, table, self._lens, scheduler, scale, out=out)

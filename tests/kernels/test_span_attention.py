@@ -10,12 +10,15 @@ import pytest
 import torch
 from paged_batch import PagedBatch, assert_close
 
+from ringcore.errors import ConfigError
+from ringcore.kernels import span_agreement
 from ringcore.kernels.attention_spans import local_shift
 from ringcore.kernels.decode_scheduler import DecodeTiling
 from ringcore.kernels.page_layout import PageLayout
 from ringcore.kernels.paged_attention_decode import paged_attention_decode
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
 from ringcore.kernels.paged_attention_reference import paged_attention_prefill_reference
+from ringcore.kernels.precompile import NotLaunchedError
 from ringcore.kernels.span_agreement import HeadShape, decode_rows
 from ringcore.kernels.span_scheduler import SpanTileScheduler, span_tiling
 from ringcore.kernels.split_kv_combine import UNWRITTEN
@@ -62,6 +65,32 @@ def test_a_decode_has_the_bits_of_a_prompt(device, dtype, programs, features: di
         paged_attention_decode(batch.query, batch.kv_cache, table, lens, scheduler, batch.scale, **scores, out=out)
         assert torch.equal(out, of_prompt), num_programs
         assert (scheduler.partials == UNWRITTEN.value).all(), "the workspace is not reset for the next launch"
+
+
+SHAPE = HeadShape(num_heads=4, num_kv_heads=2, block_size=16, head_size=16, v_head_size=16, window=None, chunk=None)
+
+
+def test_a_device_is_asked_which_tiles_agree(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_agreement, "_QUERIES", 4)
+    ask = span_agreement._agreeing_rows.__wrapped__
+    assert ask(SHAPE, torch.float16, device) in (16, 64)
+
+    def attend_as(rows_that_agree: int) -> None:
+        def decode(*args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+            return out.fill_(1.0 if args[4].tile_rows == rows_that_agree else 2.0)
+
+        monkeypatch.setattr(span_agreement, "paged_attention_decode", decode)
+
+    monkeypatch.setattr(span_agreement, "paged_attention_prefill", lambda *args, out, **options: out.fill_(1.0))
+    attend_as(64)
+    assert ask(SHAPE, torch.float16, device) == 64
+    attend_as(0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    with pytest.raises(ConfigError, match=r"deterministic=True: 4 heads of 16 numbers in torch\.float16 on a GPU are"):
+        ask(SHAPE, torch.float16, device)
+    monkeypatch.setattr(span_agreement, "paged_attention_prefill", lambda *args, **options: None)
+    with pytest.raises(NotLaunchedError):
+        ask(SHAPE, torch.float16, device)
 
 
 # ---------------------------------------------------------------------------------------------------------------
