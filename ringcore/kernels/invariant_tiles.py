@@ -37,6 +37,7 @@ class InvariantTiles:
     """Of a weight on a device."""
 
     def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
+        tiles: tuple[DotConfig, ...]
         if isinstance(weight, PackedWeight):
             tile = many_packed(weight.numbers)
             if weight.dtype == torch.float32:  # x takes twice the shared memory

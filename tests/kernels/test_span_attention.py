@@ -24,29 +24,36 @@ from ringcore.kernels.span_scheduler import SpanTileScheduler, span_tiling
 from ringcore.kernels.split_kv_combine import UNWRITTEN
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
 LENS = [(3, 150), (2, 330)]  # (tokens in the step, all tokens): contexts of 2 to 6 spans
+MANY = [(40, 1500), (70, 640), (1, 9000), *[(1, 100 * i) for i in range(1, 30)]]
+QWEN = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "programs", "features"),
+    ("dtype", "lengths", "programs", "features"),
     [
-        (torch.float32, (1, 7), {}),
-        (torch.float32, (4,), {"chunk": 100, "sinks": True}),
-        (torch.float32, (3,), {"head_size": 24, "v_head_size": 16}),
-        (torch.float16, (7,), {"window": 100, "sinks": True, "softcap": 30.0}),
+        (torch.float32, LENS, (1, 7), {}),
+        (torch.float32, LENS, (4,), {"chunk": 100, "sinks": True}),
+        (torch.float32, LENS, (3,), {"head_size": 24, "v_head_size": 16}),
+        (torch.float16, LENS, (7,), {"window": 100, "sinks": True, "softcap": 30.0}),
+        pytest.param(torch.bfloat16, MANY, (None, 17, 264), QWEN, marks=needs_gpu),
+        pytest.param(torch.bfloat16, MANY, (None, 31), QWEN | {"window": 1000, "sinks": True}, marks=needs_gpu),
+        pytest.param(torch.float16, MANY, (None, 31), {"head_size": 256, "softcap": 50.0}, marks=needs_gpu),
+        pytest.param(torch.float32, MANY, (None, 31), {"head_size": 64, "chunk": 1000}, marks=needs_gpu),
     ],
-    ids=["plain", "chunk", "wide", "window"],
 )
-def test_a_decode_has_the_bits_of_a_prompt(device, dtype, programs, features: dict[str, Any]) -> None:
+def test_a_decode_has_the_bits_of_a_prompt(device, dtype, lengths, programs, features: dict[str, Any]) -> None:
+    features = dict(features)
     sinks, softcap = features.pop("sinks", False), features.pop("softcap", None)
     reach = {"window": features.get("window"), "chunk": features.get("chunk")}
-    batch = PagedBatch.make(LENS, device=device, dtype=dtype, **{"head_size": 16} | features)
+    batch = PagedBatch.make(lengths, device=device, dtype=dtype, **{"head_size": 16} | features)
     scores = {"softcap": softcap, "sinks": batch.sinks if sinks else None}
     inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, batch.scale)
     of_prompt = paged_attention_prefill(*inputs, max_query_len=None, **reach, **scores, out=batch.poisoned_out())
-    assert_close(of_prompt, paged_attention_prefill_reference(*inputs, max_query_len=9, **reach, **scores))
+    assert_close(of_prompt, paged_attention_prefill_reference(*inputs, max_query_len=99, **reach, **scores))
 
-    tokens = [(i, seq_len - n + j + 1) for i, (n, seq_len) in enumerate(LENS) for j in range(n)]
+    tokens = [(i, seq_len - n + j + 1) for i, (n, seq_len) in enumerate(lengths) for j in range(n)]
     lens = torch.tensor([n for _, n in tokens], dtype=torch.int32, device=device)
     table = batch.block_table[torch.tensor([i for i, _ in tokens], device=device)]
     _, num_heads, head_size = batch.query.shape
