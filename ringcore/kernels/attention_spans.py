@@ -35,6 +35,7 @@ __all__ = [
     "span_partial",
     "span_start",
     "span_tile_tokens",
+    "span_warps",
 ]
 
 FIXED_ROUNDINGS: dict[str, Any] = {"enable_fp_fusion": False}  # keyword arguments of a launch
@@ -58,6 +59,11 @@ def span_tile_tokens(width: int, itemsize: int) -> int:
     if itemsize == 4:
         return 32 if width <= 64 else 16
     return 64 if width <= 128 else 32
+
+
+def span_warps(width: int) -> int:
+    """Of a program with 64 rows of queries: wide heads need the registers for two sums of values."""
+    return 4 if width <= 128 else 8
 
 
 @triton.jit

@@ -59,8 +59,11 @@ class InvariantTiles:
             and 2 * self._spans * _MIN_SPAN_INPUTS <= weight.shape[1]
         ):
             self._spans *= 2
-        span, most = self._span_inputs(base), _MOST if self._spans == 1 else _MOST - 1
-        self._tiles = [tile for tile in tiles if self._span_inputs(tile) == span and tile.block_rows <= most]
+        self._tiles = [
+            tile
+            for tile in tiles
+            if self._spans == 1 or (self._span_inputs(tile) == self._span_inputs(base) and tile.block_rows < _MOST)
+        ]
 
     def _span_inputs(self, tile: DotConfig) -> int:
         """As `dot_kernel` cuts them: in whole blocks."""

@@ -26,6 +26,7 @@ from ringcore.kernels.attention_spans import (
     span_end,
     span_partial,
     span_tile_tokens,
+    span_warps,
 )
 from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, score_factors, sink_share, tile_blocks
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
@@ -206,7 +207,8 @@ class _Tiles(NamedTuple):
     def of_spans(cls, group: int, width: int, itemsize: int) -> _Tiles:
         """Of one size, and with as many tokens as a decode's."""
         tiles = cls.choose(0, group, width, itemsize)
-        return tiles._replace(tokens=span_tile_tokens(width, itemsize))
+        num_warps = max(tiles.num_warps, span_warps(width))
+        return tiles._replace(tokens=span_tile_tokens(width, itemsize), num_warps=num_warps)
 
 
 def paged_attention_prefill(

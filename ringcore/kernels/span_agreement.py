@@ -21,8 +21,10 @@ from ringcore.kernels.span_scheduler import SpanTileScheduler, span_tiling
 
 __all__ = ["HeadShape", "decode_rows"]
 
-_FEW, _MANY, _FLOAT32 = 16, 64, 32  # rows
+_ROWS = 16, 64
+_FLOAT32_ROWS = (32,)  # as a prompt's: without tensor cores
 _TOKENS, _QUERIES = 320, 32  # of the context, and the last of them
+_PROGRAMS = 24  # of a decode: few, for their workspace
 
 
 class HeadShape(NamedTuple):
@@ -39,20 +41,19 @@ class HeadShape(NamedTuple):
 
 def decode_rows(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> int:
     """Raises `ConfigError` where no number of rows gives a decode the bits of a prompt."""
-    if dtype == torch.float32:  # without tensor cores: as a prompt's
-        return _FLOAT32
+    rows = _FLOAT32_ROWS if dtype == torch.float32 else _ROWS
     if device.type != "cuda":  # the interpreter asks BLAS
-        return _MANY
+        return rows[-1]
     try:
-        return _agreeing_rows(shape, dtype, device)
+        return _agreeing_rows(shape, dtype, device, rows)
     except NotLaunchedError:  # kernel warm-up
-        return _FEW
+        return rows[0]
 
 
 @functools.cache  # not what it raises
-def _agreeing_rows(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> int:
+def _agreeing_rows(shape: HeadShape, dtype: torch.dtype, device: torch.device, candidates: tuple[int, ...]) -> int:
     asked = _Question(shape, dtype, device)
-    for rows in (_FEW, _MANY):
+    for rows in candidates:
         decoded = [asked.decoded(num_seqs, rows) for num_seqs in (1, _QUERIES)]
         if asked.of_prompt.isnan().any():
             raise NotLaunchedError
@@ -111,6 +112,7 @@ class _Question:
             v_head_size=shape.v_head_size,
             window=shape.window,
             chunk=shape.chunk,
+            num_programs=_PROGRAMS,
         )
         scheduler.plan(self._lens)
         table = self._table.expand(_QUERIES, -1).contiguous()

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention_spans import local_shift, span_end, span_index, span_start, span_tile_tokens
+from ringcore.kernels.attention_spans import local_shift, span_end, span_index, span_start, span_tile_tokens, span_warps
 from ringcore.kernels.decode_scheduler import (
     COUNT,
     FIRST_PROGRAM,
@@ -155,11 +155,12 @@ def _plan_spans(
 
 
 def span_tiling(num_seqs: int, head_size: int, dtype: torch.dtype, rows: int) -> DecodeTiling:
-    """`DecodeTiling.choose`, with the tiles of spans. rows: of a tile of queries, at least; 64 of them take two thirds
-    of the shared memory."""
-    tile_tokens = span_tile_tokens(padded_head_size(head_size), dtype.itemsize)
+    """`DecodeTiling.choose`, with the tiles of spans. rows: of a tile of queries, at least; 64 are a prompt's tile, with
+    its warps, and take two thirds of the shared memory."""
+    width = padded_head_size(head_size)
+    tile_tokens = span_tile_tokens(width, dtype.itemsize)
     tiling = DecodeTiling.choose(num_seqs, head_size, dtype)._replace(tile_tokens=tile_tokens, rows=rows)
-    return tiling._replace(num_warps=4, programs_per_sm=1, stages=4) if rows >= 64 else tiling
+    return tiling if rows < 64 else tiling._replace(num_warps=span_warps(width), programs_per_sm=1, stages=4)
 
 
 @dataclass(frozen=True, slots=True)

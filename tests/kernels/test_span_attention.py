@@ -3,6 +3,7 @@ programs; and the tile scheduler whose ranges begin where spans do."""
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -79,8 +80,8 @@ SHAPE = HeadShape(num_heads=4, num_kv_heads=2, block_size=16, head_size=16, v_he
 
 def test_a_device_is_asked_which_tiles_agree(device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_agreement, "_QUERIES", 4)
-    ask = span_agreement._agreeing_rows.__wrapped__
-    assert ask(SHAPE, torch.float16, device) in (16, 64)
+    ask = functools.partial(span_agreement._agreeing_rows.__wrapped__, SHAPE, torch.float16, device)
+    assert ask((16, 64)) in (16, 64)
 
     def attend_as(rows_that_agree: int) -> None:
         def decode(*args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -90,14 +91,14 @@ def test_a_device_is_asked_which_tiles_agree(device, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(span_agreement, "paged_attention_prefill", lambda *args, out, **options: out.fill_(1.0))
     attend_as(64)
-    assert ask(SHAPE, torch.float16, device) == 64
+    assert ask((16, 64)) == 64
     attend_as(0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     with pytest.raises(ConfigError, match=r"deterministic=True: 4 heads of 16 numbers in torch\.float16 on a GPU are"):
-        ask(SHAPE, torch.float16, device)
+        ask((16, 64))
     monkeypatch.setattr(span_agreement, "paged_attention_prefill", lambda *args, **options: None)
     with pytest.raises(NotLaunchedError):
-        ask(SHAPE, torch.float16, device)
+        ask((16, 64))
 
 
 # ---------------------------------------------------------------------------------------------------------------
