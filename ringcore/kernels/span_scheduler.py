@@ -155,8 +155,8 @@ def _plan_spans(
 
 
 def span_tiling(num_seqs: int, head_size: int, dtype: torch.dtype, rows: int) -> DecodeTiling:
-    """`DecodeTiling.choose`, with the tiles of spans. rows: of a tile of queries, at least; 64 are a prompt's tile, with
-    its warps, and take two thirds of the shared memory."""
+    """`DecodeTiling.choose`, with the tiles of spans. rows: of a tile of queries, at least; 64 are a prompt's tile,
+    with its warps, and take two thirds of the shared memory."""
     width = padded_head_size(head_size)
     tile_tokens = span_tile_tokens(width, dtype.itemsize)
     tiling = DecodeTiling.choose(num_seqs, head_size, dtype)._replace(tile_tokens=tile_tokens, rows=rows)

@@ -88,7 +88,7 @@ def combine_partials(
     acc = tl.zeros([rows, width], tl.float32)
     for begin in range(0, num_partials, per_round):
         left = num_partials - begin
-        first = elements + tl.where(begin == 0, stride - slot, 0)
+        first = elements if in_order else elements + tl.where(begin == 0, slot, 0)
         words = []  # defined before the loop, which carries it
         for _ in tl.static_range(per_round):
             words += [tl.zeros([rows, width], tl.int64)]
