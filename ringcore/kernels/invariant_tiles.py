@@ -9,6 +9,7 @@ of the tensor cores' instruction: whether tiles agree is asked of the device.
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,8 @@ from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import NUM_SMS
 
 __all__ = ["InvariantTiles", "agreeing_tiles"]
+
+_log = logging.getLogger(__name__)
 
 _ROWS = 64  # of the tile with which others agree
 _MAX_SPANS, _MIN_SPAN_INPUTS = 8, 1024
@@ -123,4 +126,6 @@ def _agreeing(dtype: torch.dtype, device: torch.device, tiles: tuple[DotConfig, 
     exact = products[[tile.block_rows for tile in tiles].index(_ROWS)]
     if exact.isnan().any():
         raise NotLaunchedError
-    return tuple(tile for tile, found in zip(tiles, products, strict=True) if torch.equal(found, exact))
+    agree = tuple(tile for tile, found in zip(tiles, products, strict=True) if torch.equal(found, exact))
+    _log.info("batch-invariant products in %s: tiles of %s rows agree", dtype, [tile.block_rows for tile in agree])
+    return agree

@@ -8,6 +8,7 @@ leave, are attended to by a prompt's kernel and by decodes. Where they differ, d
 from __future__ import annotations
 
 import functools
+import logging
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from ringcore.kernels.precompile import NotLaunchedError
 from ringcore.kernels.span_scheduler import SpanTileScheduler, span_tiling
 
 __all__ = ["HeadShape", "decode_rows"]
+
+_log = logging.getLogger(__name__)
 
 _ROWS = 16, 64
 _FLOAT32_ROWS = (32,)  # as a prompt's: without tensor cores
@@ -58,6 +61,7 @@ def _agreeing_rows(shape: HeadShape, dtype: torch.dtype, device: torch.device, c
         if asked.of_prompt.isnan().any():
             raise NotLaunchedError
         if all(torch.equal(out, asked.of_prompt) for out in decoded):
+            _log.info("batch-invariant attention in %s: decodes have tiles of %d rows", dtype, rows)
             return rows
     found = f"{shape.num_heads} heads of {shape.head_size} numbers in {dtype} on {torch.cuda.get_device_name(device)}"
     raise ConfigError(

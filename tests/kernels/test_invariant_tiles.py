@@ -28,6 +28,29 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(
         assert torch.equal(skinny_linear(part, weight, tiles.choose(len(part))), whole[rows])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
+@pytest.mark.parametrize(("num_weights", "num_inputs"), [(4096, 4096), (24576, 4096), (4096, 12288), (6144, 2112)])
+@pytest.mark.parametrize("epilogue", ["gate", "add", "none"])
+def test_every_tile_gives_a_row_the_same_bits(
+    device: torch.device, num_weights: int, num_inputs: int, epilogue: str
+) -> None:
+    """Numbers of rows of every tile, in splits and in segments."""
+    draw = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, num_inputs, generator=draw).to(device, torch.bfloat16) for n in (700, num_weights))
+    tiles, activation = InvariantTiles(weight), "silu" if epilogue == "gate" else None
+    stream = torch.randn(700, num_weights, generator=draw).to(device)
+
+    def product(count: int) -> torch.Tensor:
+        config, rows = tiles.choose(count), x[700 - count :].contiguous()
+        if epilogue == "add":
+            return skinny_linear(rows, weight, config, add_to=stream[700 - count :].clone())
+        return skinny_linear(rows, weight, config, activation=activation)
+
+    whole = product(700)
+    for count in (1, 20, 60, 100, 200, 300, 500):
+        assert torch.equal(product(count), whole[700 - count :]), (count, tiles.choose(count))
+
+
 @pytest.mark.parametrize("num_inputs", [4096, 2112])
 def test_segments_are_summed_as_splits_are(device: torch.device, num_inputs: int) -> None:
     draw = torch.Generator().manual_seed(1)
