@@ -32,6 +32,7 @@ _DENSE = DotConfig(128, 64, 8, 4, 1)
 _FEW_ROWS = DotConfig(64, 128, 4, 4, 1)
 _MANY_ROWS = DotConfig(128, 64, 8, 3, 1)
 _MOST_ROWS = DotConfig(128, 64, 8, 4, 1)
+_MANY = 128  # rows, from which on a program has no fewer
 _MOST = 256  # rows, without spans, whose sum needs as many registers again
 _FLOAT32 = DotConfig(32, 32, 4, 2, 1, prefetched_inputs=0, block_rows=32)  # without tensor cores
 
@@ -73,8 +74,12 @@ class InvariantTiles:
         blocks = -(-self._num_inputs // tile.block_inputs)
         return -(-blocks // self._spans) * tile.block_inputs
 
+    def _of_least_padding(self, num_rows: int) -> DotConfig:
+        able = [tile for tile in self._tiles if tile.block_rows >= min(num_rows, _MANY)] or self._tiles[-1:]
+        return min(able, key=lambda tile: (-(-num_rows // tile.block_rows) * tile.block_rows, -tile.block_rows))
+
     def choose(self, num_rows: int) -> DotConfig:
-        tile = next((tile for tile in self._tiles if tile.block_rows >= num_rows), self._tiles[-1])
+        tile = self._of_least_padding(num_rows)
         num_tiles, row_tiles = -(-self._num_outputs // tile.block_weights), -(-num_rows // tile.block_rows)
         if row_tiles > MAX_ROW_BLOCKS or num_tiles * row_tiles > _ENOUGH_PROGRAMS:
             tile = replace(tile, segments=self._spans)
@@ -95,7 +100,7 @@ def agreeing_tiles(
     """Of 16-bit products: tiles, ascending by rows, with which every row has the bits that it has in tiles of `_ROWS`
     rows and block_weights outputs."""
     tile = replace(_DENSE, block_weights=block_weights, num_warps=num_warps)
-    of_rows = {16: _FEW_ROWS, 32: _FEW_ROWS, _ROWS: tile, 128: _MANY_ROWS, _MOST: _MOST_ROWS}
+    of_rows = {16: _FEW_ROWS, 32: _FEW_ROWS, _ROWS: tile, _MANY: _MANY_ROWS, _MOST: _MOST_ROWS}
     tiles = tuple(_of_rows(tile, rows) for rows, tile in of_rows.items())
     try:
         return _agreeing(dtype, device, tiles)
