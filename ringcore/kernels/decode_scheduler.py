@@ -40,7 +40,7 @@ TILE = tl.constexpr(2)
 COUNT = tl.constexpr(3)  # tiles in the range
 SEQ_LEN = tl.constexpr(4)  # of that sequence
 FIRST_PROGRAM = tl.constexpr(5)  # the program that has tile 0 of that work item
-FIRST_SPAN = tl.constexpr(6)  # with spans: the first one of it that this program does not have
+FIRST_SPAN = tl.constexpr(6)  # with spans: the first span of that work item that this program does not have
 RECORD = tl.constexpr(8)
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM

@@ -2,9 +2,9 @@
 spans begin (`attention_spans`).
 
 A program merges the spans of a work item that it has from the first on, and that is one partial: the item's first. Of
-an item that another program began it leaves a partial for each span, since an order of merges is no sum of parts. All
-partials of an item are in neighbouring slots, from the first one of the program that began it on; those of the programs
-between it and the last one, which have no other item, are among them.
+an item that another program began it leaves a partial for each span: merged among themselves first, they would be
+rounded otherwise. All partials of an item are in neighbouring slots, from the first one of the program that began it
+on, into those of the programs between it and the last one, which have no other item.
 
     spans       |0|1|2|3|4|5|6|7|8|9|          of one work item
     programs    |.. 0 ..|. 1 .|. 2 ..|
