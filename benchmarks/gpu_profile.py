@@ -69,7 +69,8 @@ class GpuProfile(Benchmark):
 
     def run(self, plan: Plan) -> Findings:
         options = plan.options
-        (spec,) = gpu_specs(replace(plan, specs=plan.specs[:1]), "profile")
+        # With --deterministic that engine comes first.
+        spec, *_ = gpu_specs(replace(plan, specs=plan.specs[:1]), "profile", are_together=False)
         batches, deadline = numbers("--batches", options.batches), Deadline(options.seconds)
         kinds = options.what.split(",")
         if unknown := [kind for kind in kinds if kind not in WHAT]:

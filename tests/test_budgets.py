@@ -32,8 +32,8 @@ FILES: dict[str, tuple[int, str]] = {
 }
 FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/qk_norm_rope.py:qk_norm_rope": (66, "a launch: the checks of its tensors, and an argument a line"),
-    "kernels/paged_attention_decode.py:paged_attention_decode": (63, "a launch, as above"),
-    "kernels/paged_attention_prefill.py:paged_attention_prefill": (66, "a launch, as above"),
+    "kernels/paged_attention_decode.py:paged_attention_decode": (64, "a launch, as above"),
+    "kernels/paged_attention_prefill.py:paged_attention_prefill": (68, "a launch, as above"),
     "kernels/latent_attention_decode.py:latent_attention_decode": (46, "a launch, as above"),
     "kernels/latent_rows.py:latent_rows": (42, "a launch, as above"),
     "kernels/sampling.py:sample_tokens": (50, "a launch, as above"),

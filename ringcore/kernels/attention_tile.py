@@ -60,7 +60,7 @@ def tile_blocks(
 def attend_tile(
     query,  # [rows, width]
     row_max,  # [rows] float32: the largest score so far, times scale_log2
-    row_sum,  # [rows] float32: the sum of the weights so far
+    row_sum,  # [rows] float32: the sum of the weights so far; or [rows, columns], all alike: see below
     acc,  # [rows, v_width] float32: the weighted sum of the values so far; columns: `dims_of_columns`
     blocks,  # from `tile_blocks`
     pages,  # pointer to the KV head's keys in block 0
@@ -90,6 +90,8 @@ def attend_tile(
     depends on another load of the same iteration gets half the pipeline stages from the compiler.
     Tokens that no row sees are not read: their slots may hold anything, NaN included, and a weight of zero would not
     mask that.
+    A row_sum of columns is added up by tensor cores, of weights rounded as for the values: in an order that does not
+    depend on how rows and tokens are laid out over threads, which differs between tiles of few and of many rows.
     """
     is_local: tl.constexpr = window + chunk > 0
     dim = tl.arange(0, width)[None, :]
@@ -145,7 +147,11 @@ def attend_tile(
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
-    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    if len(row_sum.shape) == 2:
+        ones = tl.full([tile_tokens, row_sum.shape[1]], 1.0, values.dtype)
+        row_sum = tl.dot(weights.to(values.dtype), ones, row_sum * rescale[:, None], input_precision="ieee")
+    else:
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
     if by_codes:
         largest = tl.max(value_exponents, 0)
         relative = power_of_2(tl.maximum(127 + value_exponents - largest, 0))  # from 1 down

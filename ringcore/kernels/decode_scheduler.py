@@ -21,7 +21,7 @@ argument depends on a number that the host would have to know.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import triton
@@ -30,7 +30,7 @@ import triton.language as tl
 from ringcore.kernels.page_layout import padded_head_size
 from ringcore.kernels.split_kv_combine import UNWRITTEN
 
-__all__ = ["DecodeTileScheduler", "DecodeTiling", "context_tiles"]
+__all__ = ["DecodeTileScheduler", "DecodeTiling", "context_tiles", "split_items"]
 
 # A program's record in `DecodeTileScheduler.tile_ranges`: where its range begins, and which program holds the first
 # split of that work item.
@@ -40,6 +40,7 @@ TILE = tl.constexpr(2)
 COUNT = tl.constexpr(3)  # tiles in the range
 SEQ_LEN = tl.constexpr(4)  # of that sequence
 FIRST_PROGRAM = tl.constexpr(5)  # the program that has tile 0 of that work item
+FIRST_SPAN = tl.constexpr(6)  # with spans: the first span of that work item that this program does not have
 RECORD = tl.constexpr(8)
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
@@ -65,6 +66,41 @@ def context_tiles(seq_len, window: tl.constexpr, chunk: tl.constexpr, tile_token
     return first, first_tile, tl.maximum(tl.cdiv(seq_len, tile_tokens) - first_tile, 1)
 
 
+@triton.jit
+def split_items(
+    seq_lens,
+    num_seqs,
+    num_programs,
+    num_kv_heads: tl.constexpr,
+    window: tl.constexpr,
+    chunk: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    min_tiles: tl.constexpr,
+    skips_empty: tl.constexpr,
+    seqs: tl.constexpr,
+):
+    """-> of each of `seqs` sequences its length and a work item's tiles and splits; and whether programs have a split
+    each, else `used` of them ranges: the first `extra` of base + 1 tiles, the others of base."""
+    index = tl.arange(0, seqs)
+    seq_len = tl.load(seq_lens + index, mask=index < num_seqs, other=0)
+    _, _, tiles = context_tiles(seq_len, window, chunk, tile_tokens)
+    is_counted = index < num_seqs
+    if skips_empty:
+        # Sequences up to the last non-empty one count: a range crosses from one sequence to the next and skips none.
+        is_counted = index <= tl.max(tl.where(is_counted & (seq_len > 0), index, -1), 0)
+    tiles = tl.where(is_counted, tiles, 0)  # of a work item
+    num_tiles = tl.sum(tiles, 0) * num_kv_heads
+    used = tl.minimum(num_programs, tl.maximum(num_tiles // min_tiles, 1))
+    base = num_tiles // used
+    extra = num_tiles % used
+    slack = tl.minimum(base * _SLACK_PERCENT // 100, _MAX_SLACK_TILES)
+    max_tiles = base + tl.maximum((extra > 0).to(tl.int32), slack)
+    splits = tl.cdiv(tiles, tl.maximum(max_tiles, 1))  # of a work item
+    num_splits = tl.sum(splits, 0) * num_kv_heads
+    by_item = num_splits <= num_programs  # one split per program
+    return seq_len, tiles, splits, by_item, tl.where(by_item, num_splits, used), base, extra
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_programs"])
 def _plan_decode(
     seq_lens,
@@ -82,25 +118,9 @@ def _plan_decode(
 ):
     """Writes the tile ranges of `programs` programs. Each program sums all lengths itself: no program waits for
     another."""
-    index = tl.arange(0, seqs)
-    seq_len = tl.load(seq_lens + index, mask=index < num_seqs, other=0)
-    _, _, tiles = context_tiles(seq_len, window, chunk, tile_tokens)
-    is_counted = index < num_seqs
-    if skips_empty:
-        # Sequences up to the last non-empty one count: a range crosses from one sequence to the next and skips none.
-        is_counted = index <= tl.max(tl.where(is_counted & (seq_len > 0), index, -1), 0)
-    tiles = tl.where(is_counted, tiles, 0)  # of a work item
-    num_tiles = tl.sum(tiles, 0) * num_kv_heads
-    used = tl.minimum(num_programs, tl.maximum(num_tiles // min_tiles, 1))
-    base = num_tiles // used  # the first `extra` programs have base + 1 tiles, the others base
-    extra = num_tiles % used
-    slack = tl.minimum(base * _SLACK_PERCENT // 100, _MAX_SLACK_TILES)
-    max_tiles = base + tl.maximum((extra > 0).to(tl.int32), slack)
-    splits = tl.cdiv(tiles, tl.maximum(max_tiles, 1))  # of a work item
-    num_splits = tl.sum(splits, 0) * num_kv_heads
-    by_item = num_splits <= num_programs  # one split per program
-    used = tl.where(by_item, num_splits, used)
-
+    seq_len, tiles, splits, by_item, used, base, extra = split_items(
+        seq_lens, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles, skips_empty, seqs
+    )
     # In units (splits if by_item, else tiles): where each sequence ends, and where the ranges begin.
     units = tl.where(by_item, splits, tiles) * num_kv_heads
     ends = tl.cumsum(units, 0)
@@ -142,6 +162,7 @@ class DecodeTiling(NamedTuple):
     programs_per_sm: int
     min_tiles: int  # of a range: shorter ones save less reading than their combine costs
     partials_per_round: int  # partials of a work item that the combine loads together
+    rows: int = 16  # of a tile of queries, at least
 
     @classmethod
     def choose(cls, num_seqs: int, head_size: int, dtype: torch.dtype) -> DecodeTiling:
@@ -187,7 +208,9 @@ class DecodeTileScheduler:
     chunk: int | None  # of chunked attention; None: none
     tiling: DecodeTiling
     tile_ranges: torch.Tensor  # [num_programs, 8] int32: one record per program, written by `plan`
-    partials: torch.Tensor  # [2 * num_programs, group, v_head_size] int64: `pack_partial`; UNWRITTEN between launches
+    partials: torch.Tensor  # [slots, group, v_head_size] int64: `pack_partial`; UNWRITTEN between launches
+    span_slots: ClassVar[int] = 0  # of a program, for partials of spans; 0: without spans a program has two slots
+    local_shift: ClassVar[int] = 0  # of spans
 
     @classmethod
     def allocate(
@@ -202,13 +225,13 @@ class DecodeTileScheduler:
         window: int | None = None,
         chunk: int | None = None,
         num_programs: int | None = None,
-    ) -> DecodeTileScheduler:
+    ) -> Self:
         """v_head_size: None: head_size. num_programs: the grid; None: as many programs as `device` runs at once."""
         v_head_size = head_size if v_head_size is None else v_head_size
         if num_programs is None:
             num_programs = _num_sms(device) * tiling.programs_per_sm
         group = num_heads // num_kv_heads
-        shape = (2 * num_programs, group, v_head_size)
+        shape = ((cls.span_slots or 2) * num_programs, group, v_head_size)
         return cls(
             num_kv_heads=num_kv_heads,
             group=group,
@@ -224,6 +247,11 @@ class DecodeTileScheduler:
     @property
     def num_programs(self) -> int:
         return self.tile_ranges.shape[0]
+
+    @property
+    def tile_rows(self) -> int:
+        """Of queries, those of a group."""
+        return max(self.tiling.rows, triton.next_power_of_2(self.group))
 
     def combine_rows(self) -> int:
         """Rows of a partial in the combine: a power of two, and one element or more per thread (`combine_partials`)."""
@@ -247,7 +275,8 @@ class DecodeTileScheduler:
         num_seqs = seq_lens.shape[0]
         assert seq_lens.dtype == torch.int32
         assert num_seqs > 0
-        _plan_decode[(triton.cdiv(self.num_programs, _PROGRAMS_PER_PLANNER),)](
+        self._launch_plan(
+            (triton.cdiv(self.num_programs, _PROGRAMS_PER_PLANNER),),
             seq_lens,
             self.tile_ranges,
             num_seqs,
@@ -261,6 +290,9 @@ class DecodeTileScheduler:
             seqs=max(256, triton.next_power_of_2(num_seqs)),  # few distinct values: each one is a compilation
             programs=_PROGRAMS_PER_PLANNER,
         )
+
+    def _launch_plan(self, grid: tuple[int], *args: object, **constants: object) -> None:
+        _plan_decode[grid](*args, **constants)
 
 
 def _num_sms(device: torch.device) -> int:

@@ -2,29 +2,38 @@
 
 What a row's sum depends on is chosen by the weight alone: its spans of inputs, and the instructions. A span is a split
 of few rows, whose programs would be too few for the device without, and a segment of a program of many rows; both
-reduce spans in the same order. How many rows a program has is another width of the tensor cores' instruction: whether
-they agree is asked of the device.
+reduce spans in the same order. A program of more rows or outputs reads less of L2 for a product, and has another width
+of the tensor cores' instruction: whether tiles agree is asked of the device.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import replace
 
 import torch
 
 from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.precompile import NotLaunchedError
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_linear import MAX_ROW_BLOCKS, skinny_linear
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import NUM_SMS
 
-__all__ = ["InvariantTiles", "agreeing_rows"]
+__all__ = ["InvariantTiles", "agreeing_tiles"]
 
-_ROWS = 64  # of a program, where it may have but one number of rows
-_WIDTHS = (16, 32, 128)  # others that are asked about
+_log = logging.getLogger(__name__)
+
+_ROWS = 64  # of the tile with which others agree
 _MAX_SPANS, _MIN_SPAN_INPUTS = 8, 1024
+_ENOUGH_PROGRAMS = NUM_SMS * 3 // 4
 _DENSE = DotConfig(128, 64, 8, 4, 1)
+_FEW_ROWS = DotConfig(64, 128, 4, 4, 1)
+_MANY_ROWS = DotConfig(128, 64, 8, 3, 1)
+_MOST_ROWS = DotConfig(128, 64, 8, 4, 1)
+_MANY = 128  # rows, from which on a program has no fewer
+_MOST = 256  # rows, without spans, whose sum needs as many registers again
 _FLOAT32 = DotConfig(32, 32, 4, 2, 1, prefetched_inputs=0, block_rows=32)  # without tensor cores
 
 
@@ -32,58 +41,96 @@ class InvariantTiles:
     """Of a weight on a device."""
 
     def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
-        self._widths: tuple[int, ...] = (_ROWS,)
+        tiles: tuple[DotConfig, ...]
         if isinstance(weight, PackedWeight):
-            tile = replace(many_packed(weight.numbers), block_rows=_ROWS)
+            tile = many_packed(weight.numbers)
             if weight.dtype == torch.float32:  # x takes twice the shared memory
                 tile = replace(tile, block_weights=64, block_inputs=64, num_warps=4, num_stages=2)
+            tiles = (_of_rows(tile, _ROWS),)
         elif weight.dtype == torch.float32:
-            tile, self._widths = _FLOAT32, (_FLOAT32.block_rows,)
+            tiles = (_of_rows(_FLOAT32, _FLOAT32.block_rows),)
         else:
             # Few outputs: a smaller tile, so that most multiprocessors have one.
             block_weights, num_warps = (128, 8) if len(weight) >= 128 * NUM_SMS else (64, 4)
-            tile = replace(_DENSE, block_weights=block_weights, num_warps=num_warps)
-            self._widths = agreeing_rows(weight.dtype, weight.device, block_weights, num_warps)
-        self._tile = tile
-        self._num_tiles = -(-len(weight) // tile.block_weights)  # of outputs, where no gate halves them
+            tiles = agreeing_tiles(weight.dtype, weight.device, block_weights, num_warps)
+        (base,) = (tile for tile in tiles if tile.block_rows == min(_ROWS, tiles[-1].block_rows))
+        self._num_outputs, self._num_inputs = weight.shape  # outputs: where no gate halves them
+        num_tiles = -(-self._num_outputs // base.block_weights)
         self._spans = 1
         while (
             2 * self._spans <= _MAX_SPANS
-            and 2 * self._spans * self._num_tiles <= 2 * NUM_SMS
+            and 2 * self._spans * num_tiles <= 2 * NUM_SMS
             and 2 * self._spans * _MIN_SPAN_INPUTS <= weight.shape[1]
         ):
             self._spans *= 2
+        self._tiles = [
+            tile
+            for tile in tiles
+            if self._spans == 1 or (self._span_inputs(tile) == self._span_inputs(base) and tile.block_rows < _MOST)
+        ]
+
+    def _span_inputs(self, tile: DotConfig) -> int:
+        """As `dot_kernel` cuts them: in whole blocks."""
+        blocks = -(-self._num_inputs // tile.block_inputs)
+        return -(-blocks // self._spans) * tile.block_inputs
+
+    def _of_least_padding(self, num_rows: int) -> DotConfig:
+        able = [tile for tile in self._tiles if tile.block_rows >= min(num_rows, _MANY)] or self._tiles[-1:]
+        return min(able, key=lambda tile: (-(-num_rows // tile.block_rows) * tile.block_rows, -tile.block_rows))
 
     def choose(self, num_rows: int) -> DotConfig:
-        width = next((width for width in self._widths if width >= num_rows), self._widths[-1])
-        tile = replace(self._tile, block_rows=width, least_rows=width)
-        row_tiles = -(-num_rows // width)
-        if row_tiles > MAX_ROW_BLOCKS or self._num_tiles * row_tiles >= NUM_SMS:
-            return replace(tile, segments=self._spans)
-        return replace(tile, splits=self._spans)
+        tile = self._of_least_padding(num_rows)
+        num_tiles, row_tiles = -(-self._num_outputs // tile.block_weights), -(-num_rows // tile.block_rows)
+        if row_tiles > MAX_ROW_BLOCKS or num_tiles * row_tiles > _ENOUGH_PROGRAMS:
+            tile = replace(tile, segments=self._spans)
+        else:
+            tile = replace(tile, splits=self._spans)
+        # When a later wave starts, the kernel before has long ended.
+        is_one_wave = num_tiles * row_tiles * tile.splits <= NUM_SMS
+        return tile if is_one_wave else replace(tile, prefetched_inputs=0)
 
 
-@functools.cache
-def agreeing_rows(dtype: torch.dtype, device: torch.device, block_weights: int, num_warps: int) -> tuple[int, ...]:
-    """Of 16-bit products: the numbers of rows of a program, ascending, with which every row has the bits that it has in
-    programs of `_ROWS`. Asked by products whose terms cancel, so that a sum in another order is another number."""
+def _of_rows(tile: DotConfig, rows: int) -> DotConfig:
+    return replace(tile, block_rows=rows, least_rows=rows)
+
+
+def agreeing_tiles(
+    dtype: torch.dtype, device: torch.device, block_weights: int, num_warps: int
+) -> tuple[DotConfig, ...]:
+    """Of 16-bit products: tiles, ascending by rows, with which every row has the bits that it has in tiles of `_ROWS`
+    rows and block_weights outputs."""
+    tile = replace(_DENSE, block_weights=block_weights, num_warps=num_warps)
+    of_rows = {16: _FEW_ROWS, 32: _FEW_ROWS, _ROWS: tile, _MANY: _MANY_ROWS, _MOST: _MOST_ROWS}
+    tiles = tuple(_of_rows(tile, rows) for rows, tile in of_rows.items())
+    try:
+        return _agreeing(dtype, device, tiles)
+    except NotLaunchedError:  # kernel warm-up, which compiles them
+        return tiles
+
+
+@functools.cache  # not what it raises
+def _agreeing(dtype: torch.dtype, device: torch.device, tiles: tuple[DotConfig, ...]) -> tuple[DotConfig, ...]:
+    """Asked by products whose terms cancel, so that a sum in another order is another number."""
     generator = torch.Generator().manual_seed(1)
-    half, num_inputs = torch.randn(2 * _ROWS, 256, generator=generator), 512
-    magnitudes = torch.randint(-8, 9, (256,), generator=generator).exp2()
+    num_rows, num_inputs = tiles[-1].block_rows, 512
+    half = torch.randn(num_rows, num_inputs // 2, generator=generator)
+    magnitudes = torch.randint(-8, 9, (num_inputs // 2,), generator=generator).exp2()
     order = torch.randperm(num_inputs, generator=generator)
     x = torch.cat((half * magnitudes, -half * magnitudes), 1)[:, order].to(dtype).to(device)
-    columns = torch.randn(256, 256, generator=generator)
+    columns = torch.randn(128, num_inputs // 2, generator=generator)
     weight = torch.cat((columns, columns), 1)[:, order].to(dtype).to(device)
-    tile = replace(_DENSE, block_weights=block_weights, num_warps=num_warps)
 
-    def product(width: int, rows: torch.Tensor) -> torch.Tensor:
-        config = replace(tile, block_rows=width, least_rows=width)
-        return skinny_linear(rows, weight, config, out=rows.new_empty(len(rows), len(weight), dtype=torch.float32))
+    def product(tile: DotConfig) -> torch.Tensor:
+        parts = []
+        for rows in torch.split(x, tile.block_rows):
+            out = torch.full((len(rows), len(weight)), torch.nan, device=device)
+            parts.append(skinny_linear(rows.contiguous(), weight, tile, out=out))
+        return torch.cat(parts)
 
-    exact = product(_ROWS, x)
-    agree = [_ROWS]
-    for width in _WIDTHS:
-        parts = [product(width, rows.contiguous()) for rows in torch.split(x, width)]
-        if torch.equal(torch.cat(parts), exact):
-            agree.append(width)
-    return tuple(sorted(agree))
+    products = [product(tile) for tile in tiles]
+    exact = products[[tile.block_rows for tile in tiles].index(_ROWS)]
+    if exact.isnan().any():
+        raise NotLaunchedError
+    agree = tuple(tile for tile, found in zip(tiles, products, strict=True) if torch.equal(found, exact))
+    _log.info("batch-invariant products in %s: tiles of %s rows agree", dtype, [tile.block_rows for tile in agree])
+    return agree

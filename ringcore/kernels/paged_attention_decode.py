@@ -3,6 +3,8 @@
 A program has a tile range (`decode_scheduler`). If its range covers a whole work item, a (sequence, KV head) pair, it
 writes the result. Programs that share a work item write split-KV partials to a workspace, and the program that has the
 last tile of the work item combines them after its own range (`split_kv_combine`). (FlashAttention's split-KV decoding.)
+
+With spans (`attention_spans`) a result has the same bits whatever the ranges are: see `span_scheduler`.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.attention_spans import FIXED_ROUNDINGS, SUMS, merge_partials, span_end, span_index, span_partial
 from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, score_factors, sink_share, tile_blocks
 from ringcore.kernels.decode_scheduler import (
     COUNT,
     FIRST_PROGRAM,
+    FIRST_SPAN,
     HEAD,
     RECORD,
     SEQ_LEN,
@@ -25,56 +29,17 @@ from ringcore.kernels.decode_scheduler import (
     DecodeTileScheduler,
     context_tiles,
 )
+from ringcore.kernels.decode_tiles import next_tile, prefetch_first_tile
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.fp8_kv import dims_of_columns
 from ringcore.kernels.kv_write import check_rows
 from ringcore.kernels.page_layout import PageLayout, padded_head_size
-from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.shared_memory import prefer_carveout
 from ringcore.kernels.split_kv_combine import combine_partials, pack_partial
 
 __all__ = ["paged_attention_decode"]
 
 _QUERY_BYTES = 16 << 10  # the largest query tile of which two fit in shared memory with two tiles of keys and values
-
-
-@triton.jit
-def _prefetch_first_tile(
-    table,
-    pages,
-    begin,
-    first,
-    end,
-    page_size: tl.constexpr,
-    head_size: tl.constexpr,
-    v_head_size: tl.constexpr,
-    block_size: tl.constexpr,
-    token_stride: tl.constexpr,
-    value_offset: tl.constexpr,
-    tile_tokens: tl.constexpr,
-    contiguous_tokens: tl.constexpr,
-    threads: tl.constexpr,
-):
-    """Prefetches keys and values of the first tile to L2, a piece per thread: the keys of `contiguous_tokens` tokens,
-    or their values; half of both where they lie together. L2 is coherent, so a concurrent write stays visible."""
-    piece: tl.constexpr = contiguous_tokens * (head_size + v_head_size) // 2
-    piece_bytes: tl.constexpr = piece * (pages.dtype.element_ty.primitive_bitwidth // 8)
-    second: tl.constexpr = value_offset if head_size == v_head_size else piece
-    thread = tl.arange(0, threads)
-    token = begin + thread // 2 * contiguous_tokens
-    in_bounds = (token < begin + tile_tokens) & (token + contiguous_tokens > first) & (token < end)
-    block = tl.load(table + token // block_size, mask=in_bounds, other=0)
-    offsets = block.to(tl.int64) * page_size + thread % 2 * second + token % block_size * token_stride
-    prefetch_l2(pages + offsets, in_bounds, piece_bytes)
-
-
-@triton.jit
-def _next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads: tl.constexpr):
-    """(sequence, KV head, tile) of the tile after this one in the schedule; num_tiles: of this tile's work item."""
-    is_last = tile + 1 >= num_tiles
-    is_last_head = is_last & (kv_head == num_kv_heads - 1)
-    next_head = tl.where(is_last_head, 0, kv_head + is_last.to(tl.int32))
-    return sequence + is_last_head.to(tl.int32), next_head, tl.where(is_last, 0, tile + 1)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -112,6 +77,8 @@ def _paged_attention_decode(
     stages: tl.constexpr,
     contiguous_tokens: tl.constexpr,  # gcd of block and tile: tokens that are contiguous in every block
     threads: tl.constexpr,
+    span_slots: tl.constexpr,  # of a program, for partials of spans; 0: no spans
+    local_shift: tl.constexpr,  # of spans
     pdl: tl.constexpr,
 ):
     """One loop over all tiles of the range, across work items: the keys of an item's first tiles are in flight while
@@ -152,23 +119,31 @@ def _paged_attention_decode(
     table = block_table + sequence.to(tl.int64) * table_stride
     blocks = tile_blocks(table, begin, first, seq_len, block_size, is_local, tile_tokens)  # empty range: seq_len is 0
     if pdl:
-        _prefetch_first_tile(
+        prefetch_first_tile(
             table, kv_cache + page, begin, first, seq_len,
             page_size, head_size, v_head_size, block_size, token_stride, value_offset, tile_tokens, contiguous_tokens,
             threads,
         )  # fmt: skip
+    if span_slots > 0:  # of the item where the range begins
+        first_slot, first_span = first_program * span_slots, tl.load(record + FIRST_SPAN, cache_modifier=".cg")
+        num_partials = span_index(first_tile + num_tiles - 1, local_shift) + 2 - first_span
+        mean_lse = tl.full([rows, 1], MASK_VALUE, tl.float32)
+        mean = tl.zeros([rows, v_width], tl.float32)
+        row_sum = tl.zeros([rows, SUMS], tl.float32)
+    else:
+        first_slot, num_partials = first_program, program - first_program + 1
+        row_sum = tl.zeros([rows], tl.float32)
     # The work item that other programs began and that ends here; at most the first one of a range.
     inherited_tiles = tl.where(tile > 0, num_tiles - tile, 0)  # tiles of the range in that work item
     combines = (inherited_tiles > 0) & (count >= inherited_tiles)
     combined_item = item
     source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
     # Of tile i + 1.
-    sequence, kv_head, tile = _next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
+    sequence, kv_head, tile = next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
     seq_len = tl.load(seq_lens + sequence, mask=count > 1, other=0)
     if pdl:
         gdc_wait()
     row_max = tl.full([rows], MASK_VALUE, tl.float32)
-    row_sum = tl.zeros([rows], tl.float32)
     acc = tl.zeros([rows, v_width], tl.float32)
     for i in tl.range(0, count, num_stages=stages):
         next_first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens)
@@ -180,7 +155,7 @@ def _paged_attention_decode(
         table = block_table + sequence.to(tl.int64) * table_stride
         next_blocks = tile_blocks(table, next_begin, next_first, seq_len, block_size, is_local, tile_tokens)
         next_source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
-        sequence, kv_head, tile = _next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
+        sequence, kv_head, tile = next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
         seq_len = tl.load(seq_lens + sequence, mask=i + 2 < count, other=0)
 
         # Always masked: a second loop for the last tile of an item would wait for memory with no later load in flight.
@@ -192,31 +167,48 @@ def _paged_attention_decode(
             exponent_offset, window, chunk, tile_tokens, True,
         )  # fmt: skip
 
+        is_shared = i < inherited_tiles
         is_item_end = tiles_left == 0
         is_end = is_item_end | (i + 1 == count)
-        if is_end:
-            result = tl.where(end > 0, acc / row_sum[:, None], 0.0)  # 0: an empty sequence
+        ends = is_end
+        if span_slots > 0:
+            place = begin // tile_tokens
+            ends |= span_end(place, local_shift) == place + 1
+        if ends:
+            if span_slots > 0:
+                result, lse = span_partial(row_max, row_sum, acc)
+                result = tl.where(end > 0, result, 0.0)  # 0: an empty sequence
+                slot = first_slot + 1 + span_index(place, local_shift) - first_span
+                if not is_shared:
+                    mean, mean_lse = merge_partials(mean, mean_lse, result, lse)
+                    result, lse, slot = mean, mean_lse, program * span_slots
+            else:
+                result = tl.where(end > 0, acc / row_sum[:, None], 0.0)
+                lse = (row_max + tl.log2(row_sum))[:, None]
+                slot = 2 * program + (i >= inherited_tiles).to(tl.int32)
             if is_item_end & (i >= inherited_tiles):
                 if sinks is not None:
                     sink = sinks + item % num_kv_heads * group + row
-                    result *= sink_share(sink, row < group, row_max + tl.log2(row_sum))[:, None]
+                    result *= sink_share(sink[:, None], (row < group)[:, None], lse)
                 target = out + item * group * v_head_size + in_item_out
                 tl.store(target, result.to(out.dtype.element_ty), mask=in_bounds_out)
-            else:
-                slot = 2 * program + (i >= inherited_tiles).to(tl.int32)
-                partial = pack_partial(result, (row_max + tl.log2(row_sum))[:, None])
-                tl.store(partials + slot * group * v_head_size + in_item_out, partial, mask=in_bounds_out)
-        row_max = tl.where(is_end, MASK_VALUE, row_max)
-        row_sum = tl.where(is_end, 0.0, row_sum)
-        acc = tl.where(is_end, 0.0, acc)
+            elif is_shared | is_end:
+                target = partials + slot * group * v_head_size + in_item_out
+                tl.store(target, pack_partial(result, lse), mask=in_bounds_out)
+        if span_slots > 0:
+            mean = tl.where(is_end, 0.0, mean)
+            mean_lse = tl.where(is_end, MASK_VALUE, mean_lse)
+        row_max = tl.where(ends, MASK_VALUE, row_max)
+        row_sum = tl.where(ends, 0.0, row_sum)
+        acc = tl.where(ends, 0.0, acc)
         source = next_source
         blocks, item, page, begin = next_blocks, next_item, next_page, next_begin
         first, tokens, tiles_left = next_first, next_tokens, next_tiles_left
     if combines:
         item_sinks = None if sinks is None else sinks + combined_item % num_kv_heads * group
         combined = combine_partials(
-            partials, first_program, program - first_program + 1, item_sinks, group, combine_rows, v_head_size, v_width,
-            partials_per_round,
+            partials, first_slot, num_partials, item_sinks, group, combine_rows, v_head_size, v_width,
+            partials_per_round, in_order=span_slots > 0,
         )  # fmt: skip
         combined_row, v_dim = tl.arange(0, combine_rows)[:, None], tl.arange(0, v_width)[None, :]
         tl.store(
@@ -262,7 +254,7 @@ def paged_attention_decode(
     out = query.new_empty(out_shape) if out is None else out
     assert out.shape == out_shape
     assert out.is_contiguous()
-    width, rows = padded_head_size(head_size), max(16, triton.next_power_of_2(tile_scheduler.group))
+    width, rows = padded_head_size(head_size), tile_scheduler.tile_rows
     scale_log2, softcap_log2 = score_factors(scale, softcap)
     pdl = supports_pdl(query.device)
     kernel = _paged_attention_decode[(tile_scheduler.num_programs,)](
@@ -291,8 +283,11 @@ def paged_attention_decode(
         stages=tile_scheduler.tiling.stages if rows * width * query.element_size() <= _QUERY_BYTES else 1,
         contiguous_tokens=math.gcd(page.block_size, tile_scheduler.tiling.tile_tokens),
         threads=32 * tile_scheduler.tiling.num_warps,
+        span_slots=tile_scheduler.span_slots,
+        local_shift=tile_scheduler.local_shift,
         pdl=pdl,
         num_warps=tile_scheduler.tiling.num_warps,
+        **(FIXED_ROUNDINGS if tile_scheduler.span_slots else {}),
         **launch_options(pdl),
     )
     if pdl:

@@ -18,6 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.attention_spans import (
+    FIXED_ROUNDINGS,
+    SUMS,
+    local_shift,
+    merge_partials,
+    span_end,
+    span_partial,
+    span_tile_tokens,
+    span_warps,
+)
 from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, score_factors, sink_share, tile_blocks
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.kv_write import check_rows
@@ -71,7 +81,8 @@ def _paged_attention_prefill(
     tile_rows: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
-    all_masked: tl.constexpr,
+    has_spans: tl.constexpr,
+    local_shift: tl.constexpr,  # of spans
     pdl: tl.constexpr,
 ):
     """One program per KV head and query tile, the last tiles first: of a prompt they have the most to read."""
@@ -103,10 +114,10 @@ def _paged_attention_prefill(
     pages = kv_cache + kv_head * head_stride
 
     row_max = tl.full([tile_rows], MASK_VALUE, tl.float32)
-    row_sum = tl.zeros([tile_rows], tl.float32)
+    row_sum = tl.zeros([tile_rows, SUMS] if has_spans else [tile_rows], tl.float32)
     acc = tl.zeros([tile_rows, v_width], tl.float32)
     # Three loops over the context, in order: tiles that window or chunk mask in part, unmasked tiles, and tiles that
-    # the causal mask cuts.
+    # the causal mask cuts. With spans it is one loop: a score has the same roundings whatever the rows beside it see.
     first = 0
     start = 0
     unmasked_end = (low + 1) // tile_tokens * tile_tokens
@@ -117,7 +128,7 @@ def _paged_attention_prefill(
     if is_local:
         start = first // tile_tokens * tile_tokens
     blocks = tile_blocks(table, start, first, end, block_size, is_local, tile_tokens)
-    if is_local:
+    if is_local and not has_spans:
         if window > 0:
             last_first = tl.maximum(end - window, 0)  # the first token that the last row sees
         else:
@@ -133,8 +144,10 @@ def _paged_attention_prefill(
             blocks = next_blocks
         start = window_end
         unmasked_end = tl.maximum(unmasked_end, window_end)
-    if all_masked:  # a score has the same roundings whatever the rows beside it see
+    if has_spans:
         unmasked_end = start
+        mean = tl.zeros([tile_rows, v_width], tl.float32)
+        lse = tl.full([tile_rows, 1], MASK_VALUE, tl.float32)
     for at in tl.range(start, unmasked_end, tile_tokens, num_stages=stages):
         next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
         row_max, row_sum, acc = attend_tile(
@@ -151,16 +164,26 @@ def _paged_attention_prefill(
             value_offset, exponent_offset, window, chunk, tile_tokens, True,
         )  # fmt: skip
         blocks = next_blocks
+        if has_spans:
+            tile_end = at // tile_tokens + 1
+            if (span_end(tile_end - 1, local_shift) == tile_end) | (at + tile_tokens >= end):
+                span_mean, span_lse = span_partial(row_max, row_sum, acc)
+                mean, lse = merge_partials(mean, lse, span_mean, span_lse)
+                row_max = tl.full([tile_rows], MASK_VALUE, tl.float32)
+                row_sum = tl.zeros([tile_rows, SUMS], tl.float32)
+                acc = tl.zeros([tile_rows, v_width], tl.float32)
     v_dim, in_bounds_out = dim, in_bounds
     if v_head_size != head_size:
         v_dim = tl.arange(0, v_width)[None, :]
         in_bounds_out = (row < num_queries * group)[:, None] & (v_dim < v_head_size)
     target = out + ((row_token * (num_kv_heads * group) + row_head) * v_head_size + v_dim)
-    result = acc / row_sum[:, None]
+    if not has_spans:
+        mean = acc / row_sum[:, None]
+        lse = (row_max + tl.log2(row_sum))[:, None]
     if sinks is not None:
         sink = sinks + kv_head * group + row % group
-        result *= sink_share(sink, row < num_queries * group, row_max + tl.log2(row_sum))[:, None]
-    tl.store(target, result.to(out.dtype.element_ty), mask=in_bounds_out)
+        mean *= sink_share(sink[:, None], (row < num_queries * group)[:, None], lse)
+    tl.store(target, mean.to(out.dtype.element_ty), mask=in_bounds_out)
 
 
 class _Tiles(NamedTuple):
@@ -179,6 +202,13 @@ class _Tiles(NamedTuple):
             return cls(max(32, triton.next_power_of_2(group)), 32 if width <= 64 else 16, 4, 3)
         rows = max(128 if max_rows > 64 else 64, triton.next_power_of_2(group))
         return cls(rows, 64, 4 if rows == 64 else 8, 3 if width <= 128 else 2)
+
+    @classmethod
+    def of_spans(cls, group: int, width: int, itemsize: int) -> _Tiles:
+        """Of one size, and with as many tokens as a decode's."""
+        tiles = cls.choose(0, group, width, itemsize)
+        num_warps = max(tiles.num_warps, span_warps(width))
+        return tiles._replace(tokens=span_tile_tokens(width, itemsize), num_warps=num_warps)
 
 
 def paged_attention_prefill(
@@ -204,7 +234,8 @@ def paged_attention_prefill(
     block_table: [num_seqs, max_blocks] int32. seq_lens: [num_seqs] int32, including this step's tokens.
     query_start_loc: [num_seqs + 1] int32: sequence i has the tokens query_start_loc[i] to query_start_loc[i + 1], of
     which there may be none; the first sequence may begin after token 0. max_query_len: an upper bound; it chooses the
-    tile size and nothing else; None: a token has the same bits beside any others. scale: of the scores, above 0.
+    tile size and nothing else; None: a token has the same bits beside any others, and as decoded with a
+    `SpanTileScheduler`. scale: of the scores, above 0.
     softcap, sinks: as for `paged_attention_decode`. out: [num_tokens, num_heads, v_head_size], contiguous. Returns
     `out`, in which rows of tokens outside all sequences are not written. The launch depends on shapes and on the
     arguments that are not tensors, and on no number in a tensor.
@@ -228,7 +259,8 @@ def paged_attention_prefill(
         return out
     group = num_heads // num_kv_heads
     width, v_width = padded_head_size(head_size), padded_head_size(page.v_head_size)
-    tiles = _Tiles.choose((max_query_len or 1) * group, group, max(width, v_width), query.element_size())
+    shape, has_spans = (group, max(width, v_width), query.element_size()), max_query_len is None
+    tiles = _Tiles.of_spans(*shape) if max_query_len is None else _Tiles.choose(max_query_len * group, *shape)
     scale_log2, softcap_log2 = score_factors(scale, softcap)
     num_tiles = num_tokens // (tiles.rows // group) + num_seqs
     pdl = supports_pdl(query.device)
@@ -253,9 +285,11 @@ def paged_attention_prefill(
         tile_rows=tiles.rows,
         tile_tokens=tiles.tokens,
         stages=tiles.stages,
-        all_masked=max_query_len is None,
+        has_spans=has_spans,
+        local_shift=local_shift(window or chunk, tiles.tokens) if has_spans else 0,
         pdl=pdl,
         num_warps=tiles.num_warps,
+        **(FIXED_ROUNDINGS if has_spans else {}),
         **launch_options(pdl),
     )
     return out

@@ -170,7 +170,7 @@ def _epilogue(
         halves = tl.permute(tl.reshape(total, [2, block_outputs, block_rows]), (1, 2, 0))
         gate, up = tl.split(halves)
         total = activated(gate, is_gelu) * up
-    outputs = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
+    outputs = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
     in_bounds = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
     targets = out + rows[None, :] * num_outputs + outputs[:, None]
     if adds:
@@ -208,20 +208,21 @@ def dot_kernel(
     row_group: tl.constexpr,  # inputs that share a scale of x; 0: x is not rounded
     layout: tl.constexpr,  # of the weight: see `tile_arguments`
 ) -> None:
-    """Program (i, j, k) sums split j of the inputs (split-K) for outputs tile i and row block k. With several splits
-    the program that arrives last at the tile's counter reduces all partials, always in the same order. Segments are
-    reduced so by one program: a sum of as many splits has the same bits."""
+    """Program (i, j, k) sums split k of the inputs (split-K) for row block i and outputs tile j: the row blocks of a
+    tile run together, so that its weights are read from memory once. With several splits the program that arrives last
+    at the tile's counter reduces all partials, always in the same order. Segments are reduced so by one program: a sum
+    of as many splits has the same bits."""
     block_outputs: tl.constexpr = block_weights // 2 if is_gated else block_weights
     index = tl.arange(0, block_weights)
-    outputs = tl.minimum(tl.program_id(0) * block_outputs + index % block_outputs, num_outputs - 1)
+    outputs = tl.minimum(tl.program_id(1) * block_outputs + index % block_outputs, num_outputs - 1)
     weight_rows = outputs + index // block_outputs * num_outputs
     row = tl.arange(0, block_rows)
-    rows = tl.program_id(2) * block_rows + row
+    rows = tl.program_id(0) * block_rows + row
     steps = tl.arange(0, block_inputs)
     blocks: tl.constexpr = (num_inputs + block_inputs - 1) // block_inputs
     spans: tl.constexpr = splits * segments
     span_inputs: tl.constexpr = (blocks + spans - 1) // spans * block_inputs
-    first = tl.program_id(1) * span_inputs
+    first = tl.program_id(2) * span_inputs
     last = tl.minimum(first + segments * span_inputs, num_inputs)
     tile = weight + weight_rows.to(tl.int64)[:, None] * num_inputs + steps[None, :]
     # Out-of-bounds rows wrap around to the first ones: a mask would cost 1% of a pass where the block is full, and if
@@ -234,7 +235,7 @@ def dot_kernel(
             each: tl.constexpr = 4 if has_quads(layout) else 1  # inputs of an entry
             row_stride = entries_of_row(packed, num_inputs, layout)
             # One thread prefetches one output's weights.
-            prefetched_rows = tl.program_id(0) * block_outputs + tl.arange(0, threads)
+            prefetched_rows = tl.program_id(1) * block_outputs + tl.arange(0, threads)
             in_bounds = (tl.arange(0, threads) < block_outputs) & (prefetched_rows < num_outputs) & (first < last)
             prefetched = weight + prefetched_rows.to(tl.int64) * row_stride + first // each
             prefetched_bytes = tl.minimum(last - first, prefetched_inputs) // each * number_bytes
@@ -265,10 +266,10 @@ def dot_kernel(
             block_outputs, block_rows, has_bias, is_gated, is_gelu, adds,
         )  # fmt: skip
     else:
-        tile_index = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        tile_index = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         offsets = tile_index * (block_weights * block_rows) + index[:, None] * block_rows + row[None, :]
-        partial_size = tl.num_programs(2) * tl.num_programs(0) * (block_weights * block_rows)
-        tl.store(partials + tl.program_id(1) * partial_size + offsets, total)
+        partial_size = tl.num_programs(0) * tl.num_programs(1) * (block_weights * block_rows)
+        tl.store(partials + tl.program_id(2) * partial_size + offsets, total)
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + tile_index, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:

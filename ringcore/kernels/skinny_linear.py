@@ -221,7 +221,7 @@ def _launch_dot(
         partials = torch.empty(size, dtype=torch.float32, device=rows.device)
         counters = new_split_k_counters(weight) if counters is None else counters
         assert counters.numel() >= output_tiles * row_tiles, (counters.shape, output_tiles, row_tiles)
-    dot_kernel[(output_tiles, config.splits, row_tiles)](
+    dot_kernel[(row_tiles, output_tiles, config.splits)](
         x=rows,
         row_scales=row_scales,
         bias=bias,

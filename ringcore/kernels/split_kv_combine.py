@@ -20,6 +20,7 @@ import struct
 import triton
 import triton.language as tl
 
+from ringcore.kernels.attention_spans import merge_partials
 from ringcore.kernels.attention_tile import MASK_VALUE, sink_share
 
 __all__ = ["UNWRITTEN", "combine_partials", "pack_partial"]
@@ -49,6 +50,11 @@ def _log_sum_exp(word):
 
 
 @triton.jit
+def _number(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def combine_partials(
     partials,
     first_program,
@@ -60,11 +66,13 @@ def combine_partials(
     width: tl.constexpr,
     per_round: tl.constexpr,
     first_row=0,
+    in_order: tl.constexpr = False,
 ):
     """Combines the partials of one work item, those of the programs from `first_program` on -> [rows, width] float32.
 
     The first program left its partial in its slot 1, because the work item is the last one of its tile range; the
-    others in slot 0. rows: group or more, and enough that every thread has an element
+    others in slot 0. in_order: they are in neighbouring slots, of which `first_program` is the first, and are merged
+    one by one (`merge_partials`). rows: group or more, and enough that every thread has an element
     (`DecodeTileScheduler.combine_rows`): if several threads read the same element, one may see it written and another
     not yet. per_round: partials words together. sinks: of the work item's query heads, or None; they enter here, once.
     first_row: of the `rows` that are combined; the group may have more.
@@ -73,13 +81,14 @@ def combine_partials(
     dim = tl.arange(0, width)[None, :]
     in_bounds_row = (row < group) & (dim < v_head_size)
     slot: tl.constexpr = group * v_head_size
-    elements = partials + first_program * (2 * slot) + row * v_head_size + dim
+    stride: tl.constexpr = slot if in_order else 2 * slot
+    elements = partials + first_program * stride + row * v_head_size + dim
     lse_max = tl.full([rows, width], MASK_VALUE, tl.float32)
     weight_sum = tl.zeros([rows, width], tl.float32)
     acc = tl.zeros([rows, width], tl.float32)
     for begin in range(0, num_partials, per_round):
         left = num_partials - begin
-        first = elements + tl.where(begin == 0, slot, 0)
+        first = elements if in_order else elements + tl.where(begin == 0, slot, 0)
         words = []  # defined before the loop, which carries it
         for _ in tl.static_range(per_round):
             words += [tl.zeros([rows, width], tl.int64)]
@@ -87,7 +96,7 @@ def combine_partials(
         while reads < _MAX_READS:
             words = []
             for k in tl.static_range(per_round):
-                element = first if k == 0 else elements + k * (2 * slot)
+                element = first if k == 0 else elements + k * stride
                 in_bounds = in_bounds_row if k == 0 else in_bounds_row & (k < left)
                 # Volatile: each read bypasses the L1 cache of the SM.
                 words += [tl.load(element, mask=in_bounds, other=_ZERO_PARTIAL, volatile=True)]
@@ -97,20 +106,26 @@ def combine_partials(
             reads = tl.where(tl.max(largest, axis=None) == _UNWRITTEN_NUMBER, reads + 1, _MAX_READS)
         new_max = lse_max
         for k in tl.static_range(per_round):
-            element = first if k == 0 else elements + k * (2 * slot)
+            element = first if k == 0 else elements + k * stride
             in_bounds = in_bounds_row if k == 0 else in_bounds_row & (k < left)
             tl.store(element, tl.full([rows, width], UNWRITTEN, tl.int64), mask=in_bounds)
             new_max = tl.maximum(new_max, _log_sum_exp(words[k]))
-        rescale = tl.exp2(lse_max - new_max)
-        weight_sum *= rescale
-        acc *= rescale
-        for k in tl.static_range(per_round):
-            share = tl.exp2(_log_sum_exp(words[k]) - new_max)
-            weight_sum += share
-            acc += words[k].to(tl.int32).to(tl.float32, bitcast=True) * share
-        lse_max = new_max
-        elements += per_round * 2 * slot
-    combined = acc / weight_sum
+        if in_order:
+            for k in tl.static_range(per_round):
+                acc, lse_max = merge_partials(acc, lse_max, _number(words[k]), _log_sum_exp(words[k]))
+        else:
+            rescale = tl.exp2(lse_max - new_max)
+            weight_sum *= rescale
+            acc *= rescale
+            for k in tl.static_range(per_round):
+                share = tl.exp2(_log_sum_exp(words[k]) - new_max)
+                weight_sum += share
+                acc += _number(words[k]) * share
+            lse_max = new_max
+        elements += per_round * stride
+    if not in_order:
+        acc = acc / weight_sum
+        lse_max += tl.log2(weight_sum)
     if sinks is not None:
-        combined *= sink_share(sinks + row, row < group, lse_max + tl.log2(weight_sum))
-    return combined
+        acc *= sink_share(sinks + row, row < group, lse_max)
+    return acc

@@ -374,6 +374,8 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in ("batch 2", "prompts of 40 tokens"):
         assert rows[f"tiny, {case}, a step on the device, µs"]["ringcore"][0] > 0
     assert rows["tiny, offline, 2 requests, all requests on the device, ms"]["ringcore"][0] > 0
+    options = "--batches=2", "--what=decode", "--deterministic"
+    assert list(run(GpuProfile, engine_specs([], "eager"), *CPU, *options).engines) == ["ringcore deterministic"]
     with pytest.raises(BenchmarkError, match="--what"):
         run(GpuProfile, engine_specs([], "eager"), *CPU, "--what=paper")
 

@@ -37,13 +37,13 @@ Request = tuple[list[int], SamplingParams]
 Got = tuple[list[int], list[Any], list[Any]]  # tokens, their log-probabilities, those of the prompt
 
 
-def random_requests(count: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[Request]:
-    """Some begin alike, so that a warm prefix cache has blocks for them."""
+def random_requests(count: int, seed: int, vocab_size: int = VOCAB_SIZE, times: int = 1) -> list[Request]:
+    """Some begin alike, so that a warm prefix cache has blocks for them. times: as long as short ones."""
     draw = random.Random(seed)
-    shared = [draw.randrange(3, vocab_size) for _ in range(40)]
+    shared = [draw.randrange(3, vocab_size) for _ in range(40 * times)]
     requests = []
     for i in range(count):
-        own = [draw.randrange(3, vocab_size) for _ in range(draw.choice((1, 2, 7, 18, 45)))]
+        own = [draw.randrange(3, vocab_size) for _ in range(times * draw.choice((1, 2, 7, 18, 45)))]
         params = SamplingParams(
             max_tokens=draw.randint(3, 12),
             ignore_eos=True,
@@ -56,7 +56,7 @@ def random_requests(count: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list
             logprobs=draw.choice((0, 3)),
             prompt_logprobs=2 if i % 3 == 0 else None,
         )
-        requests.append(((shared[: draw.choice((0, 21, 40))] + own)[:100], params))
+        requests.append(((shared[: times * draw.choice((0, 21, 40))] + own)[: 100 * times], params))
     return requests
 
 
@@ -87,9 +87,11 @@ def at_random_times(core: EngineCore, requests: list[Request], seed: int) -> tup
     return [got(found[i]) for i in range(len(requests))], preemptions
 
 
-def assert_deterministic(path: str, variants: list[dict[str, Any]], seeds: range, **options: Any) -> int:
+def assert_deterministic(
+    path: str, variants: list[dict[str, Any]], seeds: range, times: int = 1, **options: Any
+) -> int:
     """-> how often a request was preempted."""
-    requests, preemptions = random_requests(12, seed=7), 0
+    requests, preemptions = random_requests(12, seed=7, times=times), 0
     with make_core(path, **OPTIONS | ALONE | options) as core:
         expected = one_by_one(core, requests)
     for variant in variants:

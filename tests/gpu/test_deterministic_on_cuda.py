@@ -37,6 +37,14 @@ def test_tiny_models(tmp_path: Path, family: str, options: dict[str, Any]) -> No
         assert_deterministic(save(tmp_path, family), [{}], range(2), **ON_GPU | variant | options)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_contexts_of_several_spans(tmp_path: Path, family: str) -> None:
+    """Of 128 tokens each: prompts of up to 1,200 tokens, whose decodes are split over the device."""
+    options = {"max_model_len": 1280, "num_blocks_override": 1500, "dtype": "bfloat16"}
+    for variant in VARIANTS_ON_GPU[:3]:
+        assert_deterministic(save(tmp_path, family), [{}], range(2), 12, **ON_GPU | variant | options)
+
+
 @pytest.mark.parametrize("family", ["Llama"])
 def test_two_ranks(tmp_path: Path, family: str) -> None:
     if torch.cuda.device_count() < 2:

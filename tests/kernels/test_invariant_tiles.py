@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringcore.kernels.invariant_tiles import InvariantTiles, agreeing_rows
+from ringcore.kernels import invariant_tiles
+from ringcore.kernels.invariant_tiles import InvariantTiles, agreeing_tiles
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
@@ -27,6 +28,29 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(
         assert torch.equal(skinny_linear(part, weight, tiles.choose(len(part))), whole[rows])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
+@pytest.mark.parametrize(("num_weights", "num_inputs"), [(4096, 4096), (24576, 4096), (4096, 12288), (6144, 2112)])
+@pytest.mark.parametrize("epilogue", ["gate", "add", "none"])
+def test_every_tile_gives_a_row_the_same_bits(
+    device: torch.device, num_weights: int, num_inputs: int, epilogue: str
+) -> None:
+    """Numbers of rows of every tile, in splits and in segments."""
+    draw = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, num_inputs, generator=draw).to(device, torch.bfloat16) for n in (700, num_weights))
+    tiles, activation = InvariantTiles(weight), "silu" if epilogue == "gate" else None
+    stream = torch.randn(700, num_weights, generator=draw).to(device)
+
+    def product(count: int) -> torch.Tensor:
+        config, rows = tiles.choose(count), x[700 - count :].contiguous()
+        if epilogue == "add":
+            return skinny_linear(rows, weight, config, add_to=stream[700 - count :].clone())
+        return skinny_linear(rows, weight, config, activation=activation)
+
+    whole = product(700)
+    for count in (1, 20, 60, 100, 200, 300, 500):
+        assert torch.equal(product(count), whole[700 - count :]), (count, tiles.choose(count))
+
+
 @pytest.mark.parametrize("num_inputs", [4096, 2112])
 def test_segments_are_summed_as_splits_are(device: torch.device, num_inputs: int) -> None:
     draw = torch.Generator().manual_seed(1)
@@ -39,20 +63,57 @@ def test_segments_are_summed_as_splits_are(device: torch.device, num_inputs: int
 
 def test_few_rows_of_few_outputs_are_split(device: torch.device) -> None:
     """As many spans of inputs as many rows have: 64 tiles of outputs, then 4 times as many programs."""
-    weight = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(4096, 4096, dtype=torch.float16, device=device)
     tiles = InvariantTiles(weight)
     few, many = tiles.choose(32), tiles.choose(2048)
     assert (few.splits, few.segments, many.splits, many.segments) == (4, 1, 1, 4)
-    wide = InvariantTiles(torch.zeros(24576, 64, dtype=torch.bfloat16, device=device)).choose(32)
+    wide = InvariantTiles(torch.zeros(24576, 64, dtype=torch.float16, device=device)).choose(32)
     assert (wide.splits, wide.segments) == (1, 1)
 
 
-def test_numbers_of_rows_that_agree(device: torch.device) -> None:
-    assert 64 in agreeing_rows(torch.float16, device, 64, 4)
+def test_tiles_that_agree(device: torch.device) -> None:
+    tiles = agreeing_tiles(torch.float16, device, 64, 4)
+    assert 64 in [tile.block_rows for tile in tiles]
+    assert all(tile.least_rows == tile.block_rows for tile in tiles), "padded rows are no other tile"
+
+
+def test_what_was_not_launched_is_asked_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel warm-up binds a model without running anything."""
+    with monkeypatch.context() as patch:
+        patch.setattr(invariant_tiles, "skinny_linear", lambda x, weight, tile, out: out)
+        assumed = agreeing_tiles(torch.float16, device, 64, 8)
+    assert [tile.block_rows for tile in assumed] == [16, 32, 64, 128, 256]
+    monkeypatch.setattr(
+        invariant_tiles, "skinny_linear", lambda x, weight, tile, out: out.fill_(tile.num_stages)
+    )  # 3 of 128 rows
+    assert [tile.block_rows for tile in agreeing_tiles(torch.float16, device, 64, 8)] == [16, 32, 64, 256]
+
+
+def test_tiles_that_would_cut_spans_elsewhere_are_left_out(device: torch.device, monkeypatch) -> None:
+    """Of 2,112 inputs two spans have 17 and 16 blocks of 64, and would have 9 and 8 of 128."""
+    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles: tiles)
+    chosen = [InvariantTiles(torch.zeros(64, n, dtype=torch.float16, device=device)).choose(1) for n in (2048, 2112)]
+    assert [(tile.splits, tile.block_rows) for tile in chosen] == [(2, 16), (2, 64)]
+
+
+def test_many_rows_have_larger_tiles_unless_spans_are_summed(device: torch.device, monkeypatch) -> None:
+    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles: tiles)
+    split, whole = (torch.zeros(n, 4096, dtype=torch.float16, device=device) for n in (4096, 24576))
+    chosen = {rows: InvariantTiles(split).choose(rows) for rows in (32, 64, 128, 256, 2048)}
+    assert {rows: (tile.block_weights, tile.block_rows) for rows, tile in chosen.items()} == {
+        32: (64, 32),
+        64: (64, 64),
+        128: (128, 128),
+        256: (128, 128),
+        2048: (128, 128),
+    }
+    assert {tile.splits * tile.segments for tile in chosen.values()} == {4}, "the sum has the same order"
+    of_whole = {rows: InvariantTiles(whole).choose(rows).block_rows for rows in (130, 256, 288, 2048)}
+    assert of_whole == {130: 256, 256: 256, 288: 128, 2048: 256}, "288 rows are 384 with padding, not 512"
 
 
 def test_a_product_never_chooses_cublas(device: torch.device) -> None:
-    weight = torch.randn(64, 32, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(64, 32, dtype=torch.float16, device=device)
     product = KernelProduct(weight, None)
     chosen = [product.batch_invariant()._choose(64, 32, rows) for rows in (1, 4, 64, 5000)]
     assert all(isinstance(config, DotConfig) for config in chosen)

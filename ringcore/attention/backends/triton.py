@@ -37,7 +37,7 @@ from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, HeadsSpec,
 if TYPE_CHECKING:
     from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
 
-__all__ = ["Chunks", "TritonBackend", "TritonStep"]
+__all__ = ["TritonBackend"]
 
 _MAX_HEAD_SIZE = 256
 _FP8_SINCE = (8, 9)  # compute capability
@@ -53,7 +53,7 @@ class _Decodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class _Chunks:
     """Neighbouring sequences of any number of tokens; their query_start_loc is relative to the first of `tokens`."""
 
     tensors: StepTensors
@@ -61,9 +61,9 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class TritonStep:
+class _Step:
     decodes: _Decodes | None
-    others: tuple[Chunks | Prompts, ...] = ()
+    others: tuple[_Chunks | Prompts, ...] = ()
 
 
 class _Scores(NamedTuple):
@@ -149,7 +149,7 @@ class TritonBackend(AttentionBackend):
         if self._may_fuse:
             warm_up_fused_prompts(self.spec, self.num_heads, num_tokens, max_len, device)
 
-    def plan(self, metadata: AttentionMetadata) -> TritonStep:
+    def plan(self, metadata: AttentionMetadata) -> _Step:
         count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
         device = metadata.slot_mapping.device
         starts, lens, table = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
@@ -159,14 +159,15 @@ class TritonBackend(AttentionBackend):
             upload_packed([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
         )
         decode_lens, decode_table = next(uploaded), next(uploaded)
-        others: list[Chunks | Prompts] = []
+        others: list[_Chunks | Prompts] = []
         for first, end, is_fused in groups:
             if is_fused:
                 others += batches_of_equal_length(int(starts[first]), lens[first:end].tolist())
             else:
-                tensors = StepTensors(next(uploaded), next(uploaded), next(uploaded), metadata.max_query_len)
-                others.append(Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
-        return TritonStep(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
+                longest = self._longest(metadata.max_query_len)
+                tensors = StepTensors(next(uploaded), next(uploaded), next(uploaded), longest)
+                others.append(_Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
+        return _Step(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
 
     def _split_by_kernel(
         self, metadata: AttentionMetadata, first: int, device: torch.device
@@ -180,8 +181,8 @@ class TritonBackend(AttentionBackend):
         edges = [first, *(first + 1 + np.flatnonzero(np.diff(fused))).tolist(), metadata.num_seqs]
         return [(a, b, bool(fused[a - first])) for a, b in itertools.pairwise(edges)]
 
-    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> TritonStep:
-        return TritonStep(self._plan_decodes(seq_lens, block_table, skips_empty=True))
+    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step:
+        return _Step(self._plan_decodes(seq_lens, block_table, skips_empty=True))
 
     def plan_mixed_on_device(
         self,
@@ -190,11 +191,11 @@ class TritonBackend(AttentionBackend):
         block_table: torch.Tensor,
         decode_seq_lens: torch.Tensor,
         num_tokens: int,
-    ) -> TritonStep:
+    ) -> _Step:
         assert len(decode_seq_lens) <= min(num_tokens, len(seq_lens))
         decodes = self._plan_decodes(decode_seq_lens, block_table, skips_empty=True)
-        others = StepTensors(query_start_loc, seq_lens, block_table, num_tokens)
-        return TritonStep(decodes, (Chunks(others, slice(None)),))
+        others = StepTensors(query_start_loc, seq_lens, block_table, self._longest(num_tokens))
+        return _Step(decodes, (_Chunks(others, slice(None)),))
 
     def _plan_decodes(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False
@@ -205,9 +206,15 @@ class TritonBackend(AttentionBackend):
         tile_scheduler.plan(seq_lens, skips_empty=skips_empty)
         return _Decodes(seq_lens, block_table, tile_scheduler)
 
+    def _longest(self, max_query_len: int) -> int | None:
+        """By which the tiles of prompts are chosen."""
+        return max_query_len
+
+    def _tiling_for(self, num_seqs: int, device: torch.device) -> DecodeTiling:
+        return self._choose_tiling(num_seqs, max(self.spec.head_size, self.spec.value_size), self.storage_dtype)
+
     def _tile_scheduler_for(self, num_seqs: int, device: torch.device) -> DecodeTileScheduler:
-        spec = self.spec
-        tiling = self._choose_tiling(num_seqs, max(spec.head_size, spec.value_size), self.storage_dtype)
+        spec, tiling = self.spec, self._tiling_for(num_seqs, device)
         if tiling not in self._tile_schedulers:
             shape = (self.num_heads, spec.num_kv_heads, spec.head_size)
             self._tile_schedulers[tiling] = self._allocate_scheduler(
@@ -226,7 +233,7 @@ class TritonBackend(AttentionBackend):
         layer: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert isinstance(plan, TritonStep)
+        assert isinstance(plan, _Step)
         if key is not None and value is not None:
             self._kv_write(key, value, kv_cache, metadata.slot_mapping)
         out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
@@ -236,7 +243,7 @@ class TritonBackend(AttentionBackend):
         for item in plan.others:
             rows = item.tokens
             match item:
-                case Chunks():
+                case _Chunks():
                     self._prefill_forward(item.tensors, query[rows], kv_cache, scores, out[rows])
                 case Prompts():
                     lens = item.query_len, item.padded_len

@@ -1,23 +1,22 @@
-"""Paged attention on a GPU whose numbers do not depend on the batch: all tokens by the prefill kernel, in tiles of one
-size, whose rows see every tile of keys from the start of their context on in order, without splits.
+"""Paged attention on a GPU whose numbers do not depend on the batch: that of `triton` by spans
+(`ringcore.kernels.attention_spans`).
 
-A decode is a chunk of one token. So one program reads a whole context, and a long one decodes more slowly than with the
-split-KV kernel, the more so in a small batch.
+A decode is split over programs as there, and its spans are merged in their order, as a prompt's program merges them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ringcore.attention.backends.step_tensors import StepTensors
-from ringcore.attention.backends.triton import Chunks, TritonBackend, TritonStep
-from ringcore.attention.metadata import AttentionMetadata
+from ringcore.attention.backends.triton import TritonBackend
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kernels.upload import upload_packed
 from ringcore.kv_cache.spec import KVCacheSpec
+
+if TYPE_CHECKING:
+    from ringcore.kernels.decode_scheduler import DecodeTiling
 
 __all__ = ["TritonRowsBackend"]
 
@@ -25,6 +24,18 @@ __all__ = ["TritonRowsBackend"]
 class TritonRowsBackend(TritonBackend):
     name: ClassVar[str] = "triton_rows"
     is_batch_invariant: ClassVar[bool] = True
+
+    def __init__(
+        self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
+    ) -> None:
+        super().__init__(spec, layers, sharing_specs)
+        from ringcore.kernels import span_agreement, span_scheduler
+
+        sizes = self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size, self.spec.value_size
+        self._shape = span_agreement.HeadShape(self.num_heads, *sizes, self._window, self._chunk)
+        self._decode_rows, self._span_tiling = span_agreement.decode_rows, span_scheduler.span_tiling
+        self._allocate_scheduler = span_scheduler.SpanTileScheduler.allocate
+        self._may_fuse = False  # cuDNN's sums are in another order
 
     @classmethod
     def refusal(
@@ -37,32 +48,9 @@ class TritonRowsBackend(TritonBackend):
         refused = super().refusal(spec, layers, device, sharing_specs)
         return "it has no FP8" if refused is None and spec.is_fp8 else refused
 
-    def warm_up(self, num_tokens: int, max_len: int, device: torch.device) -> None:
-        """Nothing: no library but Triton."""
+    def _longest(self, max_query_len: int) -> None:
+        """Nothing is chosen by a length."""
 
-    def plan(self, metadata: AttentionMetadata) -> TritonStep:
-        arrays = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
-        starts, lens, table = upload_packed(arrays, metadata.slot_mapping.device)
-        return TritonStep(None, (Chunks(StepTensors(starts, lens, table, None), slice(None)),))
-
-    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> TritonStep:
-        return TritonStep(None, (self._of_single_tokens(seq_lens, block_table),))
-
-    def plan_mixed_on_device(
-        self,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        decode_seq_lens: torch.Tensor,
-        num_tokens: int,
-    ) -> TritonStep:
-        """Decodes first: they leave rows without meaning where no decode is, which the others then write."""
-        decodes = self._of_single_tokens(decode_seq_lens, block_table[: len(decode_seq_lens)])
-        others = Chunks(StepTensors(query_start_loc, seq_lens, block_table, None), slice(None))
-        return TritonStep(None, (decodes, others))
-
-    def _of_single_tokens(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> Chunks:
-        """Sequence i has token i."""
-        count = len(seq_lens)
-        starts = torch.arange(count + 1, dtype=torch.int32, device=seq_lens.device)
-        return Chunks(StepTensors(starts, seq_lens, block_table[:count], None), slice(0, count))
+    def _tiling_for(self, num_seqs: int, device: torch.device) -> DecodeTiling:
+        rows = self._decode_rows(self._shape, self.storage_dtype, device)
+        return self._span_tiling(num_seqs, max(self.spec.head_size, self.spec.value_size), self.storage_dtype, rows)
