@@ -17,8 +17,6 @@ typedef struct {
     const float *gain, *angles;
     float eps;
     int64_t num_heads, num_kv_heads;
-    int64_t share;  // rows
-    atomic_long next;
 } Rows;
 
 static float sum16(f32x16 x) {
@@ -89,42 +87,47 @@ INLINE void one_row(const Rows *call, int64_t row, const int32_t kind) {
     }
 }
 
-static void all_rows(void *data) {
-    Rows *call = data;
-    for (int64_t first; (first = call->share * (int64_t)atomic_fetch_add(&call->next, 1)) < call->num_rows;)
-        for (int64_t row = first; row < first + call->share && row < call->num_rows; row++) switch (call->kind) {
-            case FLOAT32: one_row(call, row, FLOAT32); break;
-            case BFLOAT16: one_row(call, row, BFLOAT16); break;
-            default: one_row(call, row, FLOAT16);
-        }
+static void some_rows(void *data, int64_t first, int64_t end) {
+    const Rows *call = data;
+    for (int64_t row = first; row < end; row++) switch (call->kind) {
+        case FLOAT32: one_row(call, row, FLOAT32); break;
+        case BFLOAT16: one_row(call, row, BFLOAT16); break;
+        default: one_row(call, row, FLOAT16);
+    }
 }
 
-enum { ALONE = 1 << 15, SHARE = 1 << 12 };  // numbers: a call of fewer is for one thread; of one thread's turn
+enum { SMALL = 1 << 15, TURN = 1 << 12 };  // numbers: a call of fewer is for one thread; of one thread's turn
 
-static void run(Rows *call, int64_t numbers, Parallel parallel, int32_t num_threads) {
-    call->share = SHARE / (numbers / (call->num_rows ? call->num_rows : 1) + 1) + 1;
-    run_threads(all_rows, call, parallel, numbers < ALONE ? 1 : num_threads);
+// Below: program: where the call is recorded; NULL: it is run. Returns 0, or -1 without memory.
+static int submit(Rows rows, int64_t numbers, Program *program, Parallel parallel, int32_t num_threads) {
+    Program own = {0}, *to = program ? program : &own;
+    Rows *call = add_call(to, sizeof *call);
+    if (call) {
+        *call = rows;
+        int64_t turn = TURN / (numbers / (rows.num_rows ? rows.num_rows : 1) + 1) + 1;
+        add_phase(to, (Phase){some_rows, NULL, call, rows.num_rows, turn, numbers < SMALL});
+    }
+    return record_or_run(program, &own, parallel, num_threads);
 }
 
 // x [num_rows, size] float32 -> out, of `kind`.
-void norm_rows(const float *x, int64_t x_stride, int64_t num_rows, int64_t size, const float *gain, float eps,
-               uint8_t *out, int32_t kind, Parallel parallel, int32_t num_threads) {
-    Rows call = {NORM, kind, 0, (uint8_t *)x, out, x_stride, size, num_rows, size, gain, NULL, eps, 0, 0, 0, 0};
-    run(&call, num_rows * size, parallel, num_threads);
+int norm_rows(const float *x, int64_t x_stride, int64_t num_rows, int64_t size, const float *gain, float eps,
+              uint8_t *out, int32_t kind, Program *program, Parallel parallel, int32_t num_threads) {
+    Rows call = {NORM, kind, 0, (uint8_t *)x, out, x_stride, size, num_rows, size, gain, NULL, eps, 0, 0};
+    return submit(call, num_rows * size, program, parallel, num_threads);
 }
 
 // x [num_rows, 2 * size], gate then up -> out [num_rows, size].
-void gate_rows(const uint8_t *x, int64_t x_stride, int64_t num_rows, int64_t size, int32_t activation, uint8_t *out,
-               int32_t kind, Parallel parallel, int32_t num_threads) {
-    Rows call = {GATE, kind, activation, (uint8_t *)x, out, x_stride, size, num_rows, size, NULL, NULL, 0, 0, 0, 0, 0};
-    run(&call, 4 * num_rows * size, parallel, num_threads);
+int gate_rows(const uint8_t *x, int64_t x_stride, int64_t num_rows, int64_t size, int32_t activation, uint8_t *out,
+              int32_t kind, Program *program, Parallel parallel, int32_t num_threads) {
+    Rows call = {GATE, kind, activation, (uint8_t *)x, out, x_stride, size, num_rows, size, NULL, NULL, 0, 0, 0};
+    return submit(call, 4 * num_rows * size, program, parallel, num_threads);
 }
 
 // x [num_rows, heads, size] in place; gain [2, size] or NULL; angles [num_rows, size / 2, (cos, sin)].
-void rotate_rows(uint8_t *x, int64_t x_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t size,
-                 const float *angles, const float *gain, float eps, int32_t kind, Parallel parallel,
-                 int32_t num_threads) {
-    Rows call = {ROTATE, kind, 0, x, x, x_stride, x_stride, num_rows, size, gain, angles, eps, num_heads, num_kv_heads,
-                 0, 0};
-    run(&call, num_rows * (num_heads + num_kv_heads) * size, parallel, num_threads);
+int rotate_rows(uint8_t *x, int64_t x_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t size,
+                const float *angles, const float *gain, float eps, int32_t kind, Program *program, Parallel parallel,
+                int32_t num_threads) {
+    Rows call = {ROTATE, kind, 0, x, x, x_stride, x_stride, num_rows, size, gain, angles, eps, num_heads, num_kv_heads};
+    return submit(call, num_rows * (num_heads + num_kv_heads) * size, program, parallel, num_threads);
 }
