@@ -429,7 +429,7 @@ static int64_t count_merges(void *data) {
     return call->program->has_failed ? -1 : 1;
 }
 
-enum { SMALL = 1 << 19, SMALL_WRITE = 1 << 15 };  // multiplications, numbers: for fewer a second thread costs more
+enum { COST = 16, WRITE_COST = 256 };  // of a multiplication; of a number that is written
 
 // Writes key and value unless they are NULL, and attends. program: where the call is recorded, for the steps that will
 // be in *steps whenever it runs; NULL: it is run. Returns 0, or -1 without memory.
@@ -444,9 +444,9 @@ int attention(const Step *const *steps, const uint8_t *query, int64_t query_stri
     if (call) {
         *call = (Call){steps, step, query, key, value, query_stride, key_stride, value_stride, keys, values, out, sinks, scale, softcap, to};
         int64_t written = step->num_tokens * l->num_kv_heads * (l->head_size + l->value_size);
-        add_phase(to, (Phase){write_turns, count_writes, call, 0, 1, written < SMALL_WRITE});
-        add_phase(to, (Phase){attend_items, count_items, call, 0, 1, step->num_operations < SMALL});
-        add_phase(to, (Phase){merge_partials, count_merges, call, 0, 1, 1});
+        add_phase(to, (Phase){write_turns, count_writes, call, 0, 1, WRITE_COST * written});
+        add_phase(to, (Phase){attend_items, count_items, call, 0, 1, COST * step->num_operations});
+        add_phase(to, (Phase){merge_partials, count_merges, call, 0, 1});
     }
     return record_or_run(program, &own, parallel, num_threads);
 }

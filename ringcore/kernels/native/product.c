@@ -316,9 +316,6 @@ static void multiply_runs(void *data, int64_t first, int64_t end) {  // the seco
     for (; first < end; first++) two_runs(call, first, sums);
 }
 
-// Waking a thread that sleeps takes about as long as one thread needs for this many (outputs x inputs) x (rows + 3).
-enum { SMALL = 8 << 20 };
-
 // Whether products of pairs are faster than those of float32 numbers.
 int blocks_have_pairs(void) {
 #if defined(__AVX512BF16__)
@@ -336,7 +333,6 @@ int blocks_product(const Matrix *matrix, const uint8_t *x, int32_t x_kind, int64
     // Where a code becomes a bfloat16 number by way of float32, one row is multiplied by that.
     int32_t form = matrix->form == PAIRS && num_rows == 1 && matrix->kind != NIBBLES ? FLOATS : matrix->form;
     int64_t runs = (matrix->num_outputs + 2 * LANES - 1) / (2 * LANES), left = matrix->num_outputs % LANES;
-    int is_small = matrix->num_outputs * matrix->num_inputs * (num_rows + 3) < SMALL;
     for (int64_t row = 0; row < num_rows && !to->has_failed; row += MOST_ROWS) {
         int64_t rows = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         const uint8_t *from = x + row * x_stride * bytes_of_number(x_kind);
@@ -345,8 +341,8 @@ int blocks_product(const Matrix *matrix, const uint8_t *x, int32_t x_kind, int64
         Call *call = add_call(to, sizeof *call + (left ? LANES * matrix->row_bytes : 0));
         if (!call) break;
         *call = (Call){matrix, from, gain, out, x_stride, y_stride, rows, eps, epilogue, form, x_kind, y_kind, to};
-        add_phase(to, (Phase){pack_rows, NULL, call, rows, TILE, 1});
-        add_phase(to, (Phase){multiply_runs, NULL, call, runs, 0, is_small});
+        add_phase(to, (Phase){pack_rows, NULL, call, rows, TILE});
+        add_phase(to, (Phase){multiply_runs, NULL, call, runs, 0, matrix->num_outputs * matrix->num_inputs * (rows + 3)});
     }
     return record_or_run(program, &own, parallel, num_threads);
 }
@@ -379,7 +375,7 @@ static void arrange_runs(void *data, int64_t run, int64_t end) {
 int blocks_arrange(int32_t kind, uint8_t *weight, int64_t num_outputs, int64_t row_bytes, int32_t restore,
                    Parallel parallel, int32_t num_threads) {
     Rearrangement all = {weight, num_outputs, row_bytes, kind, restore, 0};
-    int status = run_phase((Phase){arrange_runs, NULL, &all, num_outputs / LANES, 0, num_outputs * row_bytes < SMALL}, parallel, num_threads);
+    int status = run_phase((Phase){arrange_runs, NULL, &all, num_outputs / LANES, 0, num_outputs * row_bytes}, parallel, num_threads);
     return status || all.num_failed ? -1 : 0;
 }
 
@@ -420,7 +416,7 @@ int blocks_gather(const uint8_t *codes, const int64_t *out_at, const int64_t *in
                   int64_t num_inputs, int32_t bits, uint8_t *rows, Parallel parallel, int32_t num_threads) {
     Gathering all = {codes, out_at, in_at, num_outputs, num_inputs, bits, rows};
     int64_t turns = (num_outputs + TOGETHER - 1) / TOGETHER;
-    return run_phase((Phase){gather_outputs, NULL, &all, turns, 1, num_outputs * num_inputs < SMALL}, parallel, num_threads);
+    return run_phase((Phase){gather_outputs, NULL, &all, turns, 1, num_outputs * num_inputs}, parallel, num_threads);
 }
 
 // Rows `index` of the matrix as numbers: out [n, num_inputs].

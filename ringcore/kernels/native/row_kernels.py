@@ -26,7 +26,17 @@ class RowKernels:
         self._norm.argtypes = (_pointer, _int64, _int64, _int64, _pointer, _float, _pointer, _int32, *RUN_ARGUMENTS)
         self._gate.argtypes = (_pointer, _int64, _int64, _int64, _int32, _pointer, _int32, *RUN_ARGUMENTS)
         of_heads = _int64, _int64, _int64
-        self._rotate.argtypes = (_pointer, _int64, _int64, *of_heads, _pointer, _pointer, _float, _int32, *RUN_ARGUMENTS)
+        self._rotate.argtypes = (
+            _pointer,
+            _int64,
+            _int64,
+            *of_heads,
+            _pointer,
+            _pointer,
+            _float,
+            _int32,
+            *RUN_ARGUMENTS,
+        )
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
         """x: [n, size] float32, gain: [size] float32 -> x / sqrt(mean(x^2) + eps) * gain: [n, size] of `dtype`."""

@@ -96,7 +96,7 @@ static void some_rows(void *data, int64_t first, int64_t end) {
     }
 }
 
-enum { SMALL = 1 << 15, TURN = 1 << 12 };  // numbers: a call of fewer is for one thread; of one thread's turn
+enum { TURN = 1 << 12, COST = 256 };  // numbers of a turn; cost of a number
 
 // Below: program: where the call is recorded; NULL: it is run. Returns 0, or -1 without memory.
 static int submit(Rows rows, int64_t numbers, Program *program, Parallel parallel, int32_t num_threads) {
@@ -105,7 +105,7 @@ static int submit(Rows rows, int64_t numbers, Program *program, Parallel paralle
     if (call) {
         *call = rows;
         int64_t turn = TURN / (numbers / (rows.num_rows ? rows.num_rows : 1) + 1) + 1;
-        add_phase(to, (Phase){some_rows, NULL, call, rows.num_rows, turn, numbers < SMALL});
+        add_phase(to, (Phase){some_rows, NULL, call, rows.num_rows, turn, COST * numbers});
     }
     return record_or_run(program, &own, parallel, num_threads);
 }

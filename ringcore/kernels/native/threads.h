@@ -24,8 +24,8 @@ typedef struct {
     int64_t (*count)(void *call);  // NULL: `total` items; else asked whenever the program begins; -1: no memory
     void *call;
     int64_t total, turn;  // items; those of a thread's turn, 0: an eighth of its share
-    int32_t is_small;     // less than it takes to wake a thread
-    int64_t span;         // this and the next: of a run
+    int64_t cost;         // multiplications of a product of one row that take as long: see WAKING
+    int64_t span;         // this and the next two: of a run
     atomic_long next;
     atomic_int left __attribute__((aligned(64)));
 } __attribute__((aligned(64))) Phase;
@@ -126,14 +126,16 @@ static void take_phases(void *data) {
     }
 }
 
+// Waking a thread that sleeps takes about as long as one thread needs for phases of this cost.
+enum { WAKING = 8 << 20 };
 enum { TURNS = 8 };  // of each thread, so that one without a core of its own delays the others by little
 
 // Returns 0, or -1 without memory.
 static int run_program(Program *program, Parallel parallel, int32_t num_threads) {
     if (program->has_failed) return -1;
-    int is_small = 1;
-    for (int64_t i = 0; i < program->num_phases; i++) is_small &= program->phases[i].is_small;
-    if (is_small || !parallel) num_threads = 1;
+    int64_t cost = 0;
+    for (int64_t i = 0; i < program->num_phases; i++) cost += program->phases[i].cost;
+    if (cost < WAKING || !parallel) num_threads = 1;
     for (int64_t i = 0; i < program->num_phases; i++) {
         Phase *phase = &program->phases[i];
         if (phase->count && (phase->total = phase->count(phase->call)) < 0) return -1;

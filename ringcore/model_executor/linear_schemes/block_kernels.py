@@ -226,4 +226,3 @@ class KernelMatrix:
         found = torch.empty(len(index), self.num_inputs)
         check(self._kernels.rows(self._address, index.data_ptr(), len(index), found.data_ptr()))
         return found
-
