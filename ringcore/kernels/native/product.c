@@ -151,38 +151,44 @@ static void pack_row(const Call *call, const uint8_t *x, int R, float *out) {
 #define OF_KINDS(DO) OF_FILES(DO) DO(NIBBLES) DO(BYTES) DO(E4M3)
 
 typedef f32x16 (*RowProduct)(const Run *, int64_t, const float *);
+typedef void (*Rounded)(int, const Run *, int64_t, const int32_t *, float *);
 typedef void (*Unpack)(const Run *, int64_t, int, Chunk *);
-#define FUNCTIONS(K)                                                                                              \
-    static f32x16 float_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, 0, run, n, x); } \
-    static void expand_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, FLOATS, c); }   \
+#define FUNCTIONS(K)                                                                                            \
+    static f32x16 float_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, run, n, x); } \
+    static void expand_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, FLOATS, c); } \
     static void pairs_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, PAIRS, c); }
-#define ROUNDED_FUNCTIONS(K)                                                                                        \
-    static f32x16 rounded_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, 1, run, n, x); } \
-    static void unpack_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, ROUNDED, c); }
+#if defined(__AVX512F__)
+#define ROUNDED_TILE(K) case 8: rounded_rows(K, 8, run, n, x, sums); return;
+#else
+#define ROUNDED_TILE(K)
+#endif
+#define ROUNDED_FUNCTION(K)                                                                         \
+    static void rounded_##K(int R, const Run *run, int64_t n, const int32_t *x, float *sums) {      \
+        switch (R) {                                                                                \
+            case 1: rounded_rows(K, 1, run, n, x, sums); return;                                    \
+            case 2: rounded_rows(K, 2, run, n, x, sums); return;                                    \
+            case 4: rounded_rows(K, 4, run, n, x, sums); return;                                    \
+            ROUNDED_TILE(K)                                                                         \
+        }                                                                                           \
+    }
 OF_KINDS(FUNCTIONS)
-OF_FILES(ROUNDED_FUNCTIONS)
+OF_FILES(ROUNDED_FUNCTION)
 static f32x16 pair_row_NIBBLES(const Run *run, int64_t n, const float *x) { return pair_row(NIBBLES, run, n, (const uint32_t *)x); }
 #define FLOAT_ROW(K) [K] = float_row_##K,
-#define ROUNDED_ROW(K) [K] = rounded_row_##K,
+#define ROUNDED_OF(K) [K] = rounded_##K,
 #define EXPAND(K) [K] = expand_##K,
-#define UNPACK(K) [K] = unpack_##K,
 #define PAIR(K) [K] = pairs_##K,
-static const RowProduct ROW_PRODUCTS[][E4M3 + 1] = {
-    [FLOATS] = {OF_KINDS(FLOAT_ROW)}, [ROUNDED] = {OF_FILES(ROUNDED_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
-static const Unpack UNPACK_CHUNK[][E4M3 + 1] = {
-    [FLOATS] = {OF_KINDS(EXPAND)}, [ROUNDED] = {OF_FILES(UNPACK)}, [PAIRS] = {OF_KINDS(PAIR)}};
+static const RowProduct ROW_PRODUCTS[][E4M3 + 1] = {[FLOATS] = {OF_KINDS(FLOAT_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
+static const Rounded ROUNDED_PRODUCTS[] = {OF_FILES(ROUNDED_OF)};
+static const Unpack UNPACK_CHUNK[][E4M3 + 1] = {[FLOATS] = {OF_KINDS(EXPAND)}, [PAIRS] = {OF_KINDS(PAIR)}};
 
 static void tile(int R, int S, const Call *call, const Chunk *chunks, int num_groups, const float *x, float *sums) {
     int kind = call->matrix->kind, pair_minima = has_minima(kind) || kind == NIBBLES;
     int64_t stride = LANES * call->num_rows;
-    const int32_t *words = (const int32_t *)x;
     const uint32_t *pairs = (const uint32_t *)x;
 #define TILE_OF(N, S)                                                                                    \
     case 2 * N + S:                                                                                      \
         if (call->form == FLOATS) float_tile(N, S, chunks, num_groups, x, sums, stride);                 \
-        else if (call->form == ROUNDED && kind == Q6_K) rounded_tile(N, S, 1, 0, chunks, num_groups, words, sums, stride); \
-        else if (call->form == ROUNDED && has_minima(kind)) rounded_tile(N, S, 0, 1, chunks, num_groups, words, sums, stride); \
-        else if (call->form == ROUNDED) rounded_tile(N, S, 0, 0, chunks, num_groups, words, sums, stride); \
         else if (kind == Q6_K) pair_tile(N, S, 1, 0, chunks, num_groups, pairs, sums, stride);           \
         else pair_tile(N, S, 0, pair_minima, chunks, num_groups, pairs, sums, stride);                   \
         return;
@@ -233,15 +239,17 @@ static void run_product(const Call *call, int S, const Run *runs, float *sums) {
     const Matrix *matrix = call->matrix;
     int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
     const float *packed = (const float *)call->program->scratch;
-    if (call->num_rows == 1 && call->form != INTEGERS) {
+    if (call->num_rows == 1 && (call->form == FLOATS || call->form == PAIRS)) {
         f32x16 sum = ROW_PRODUCTS[call->form][matrix->kind](runs, num_groups, packed);
         memcpy(sums, &sum, 64);
         return;
     }
-    if (call->form == INTEGERS) {
+    if (call->form == ROUNDED || call->form == INTEGERS) {
         for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
             rows = tile_at(row, call->num_rows);
-            integers((int)rows, S, call, runs, (const int32_t *)packed + row * words, sums + LANES * row);
+            const int32_t *x = (const int32_t *)packed + row * words;
+            if (call->form == INTEGERS) integers((int)rows, S, call, runs, x, sums + LANES * row);
+            else ROUNDED_PRODUCTS[matrix->kind]((int)rows, runs, num_groups, x, sums + LANES * row);
         }
         return;
     }
@@ -283,7 +291,7 @@ static void two_runs(Call *call, int64_t index, float *sums) {
     Run runs[2];
     for (int s = 0; s < S; s++) runs[s] = run_at(matrix, first[s], call->last_run);
     float *second = sums + LANES * call->num_rows;
-    if (call->num_rows >= TILE) run_product(call, S, runs, sums);
+    if (call->num_rows >= TILE && call->form != ROUNDED) run_product(call, S, runs, sums);
     else for (int s = 0; s < S; s++) run_product(call, 1, &runs[s], s ? second : sums);
     for (int s = 0; s < S && matrix->bias; s++)
         for (int64_t row = 0; row < call->num_rows; row++)
