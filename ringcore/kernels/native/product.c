@@ -14,8 +14,8 @@ typedef struct {
     int64_t num_outputs, num_inputs, row_bytes;
     const float *bias;     // or NULL
     const float *scales;   // [runs][scales of an output][16], where blocks have none
-    const uint8_t *zeros;  // likewise
-    int64_t run_scales;    // numbers of `scales` of a run
+    const uint8_t *zeros;  // likewise; of E2M1, which has no `scales`, the exponents
+    int64_t run_scales;    // numbers of these of a run
     int32_t kind, form, shift;
 } Matrix;
 
@@ -148,7 +148,7 @@ static void pack_row(const Call *call, const uint8_t *x, int R, float *out) {
 }
 
 #define OF_FILES(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_NL)
-#define OF_KINDS(DO) OF_FILES(DO) DO(NIBBLES) DO(BYTES) DO(E4M3)
+#define OF_KINDS(DO) OF_FILES(DO) DO(NIBBLES) DO(BYTES) DO(E4M3) DO(E2M1)
 
 typedef f32x16 (*RowProduct)(const Run *, int64_t, const float *);
 typedef void (*Rounded)(int, const Run *, int64_t, const int32_t *, float *);
@@ -178,9 +178,9 @@ static f32x16 pair_row_NIBBLES(const Run *run, int64_t n, const float *x) { retu
 #define ROUNDED_OF(K) [K] = rounded_##K,
 #define EXPAND(K) [K] = expand_##K,
 #define PAIR(K) [K] = pairs_##K,
-static const RowProduct ROW_PRODUCTS[][E4M3 + 1] = {[FLOATS] = {OF_KINDS(FLOAT_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
+static const RowProduct ROW_PRODUCTS[][E2M1 + 1] = {[FLOATS] = {OF_KINDS(FLOAT_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
 static const Rounded ROUNDED_PRODUCTS[] = {OF_FILES(ROUNDED_OF)};
-static const Unpack UNPACK_CHUNK[][E4M3 + 1] = {[FLOATS] = {OF_KINDS(EXPAND)}, [PAIRS] = {OF_KINDS(PAIR)}};
+static const Unpack UNPACK_CHUNK[][E2M1 + 1] = {[FLOATS] = {OF_KINDS(EXPAND)}, [PAIRS] = {OF_KINDS(PAIR)}};
 
 static void tile(int R, int S, const Call *call, const Chunk *chunks, int num_groups, const float *x, float *sums) {
     int kind = call->matrix->kind, pair_minima = has_minima(kind) || kind == NIBBLES;
@@ -259,10 +259,9 @@ static void run_product(const Call *call, int S, const Run *runs, float *sums) {
 // The run of 16 outputs from `first`; fewer are interleaved in `scratch`.
 static Run run_at(const Matrix *matrix, int64_t first, uint8_t *scratch) {
     Run run = {matrix->weight + first * matrix->row_bytes, NULL, NULL, matrix->shift};
-    if (matrix->scales) {
-        run.scales = matrix->scales + first / LANES * matrix->run_scales;
-        run.zeros = matrix->zeros + first / LANES * matrix->run_scales;
-    }
+    int64_t scale = first / LANES * matrix->run_scales;
+    if (matrix->scales) run.scales = matrix->scales + scale;
+    if (matrix->zeros) run.zeros = matrix->zeros + scale;
     int64_t left = matrix->num_outputs - first;
     if (left >= LANES) return run;
     memset(scratch, 0, LANES * matrix->row_bytes);

@@ -47,6 +47,16 @@ INLINE f32x16 e4m3_of(u32x16 words, int i) {
     return (f32x16)((top & 0x80000000) | (top >> 4 & 0x07f00000)) * 0x1p120f;
 }
 
+// The lowest 4 bits of each word, an FP4 number: exponents are 126 less than those of float32.
+INLINE f32x16 e2m1_of(u32x16 words) {
+#if defined(__AVX512F__)
+    const __m512 numbers = (__m512)(f32x16){0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    return (f32x16)_mm512_permutexvar_ps((__m512i)words, numbers);
+#else
+    return (f32x16)((words & 8) << 28 | (words & 7) << 22) * 0x1p126f;
+#endif
+}
+
 INLINE f32x16 floats_of_bytes(u8x16 bytes) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 _KINDS = (  # in the order of the enum in C
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
-    *("NIBBLES", "BYTES", "E4M3"),
+    *("NIBBLES", "BYTES", "E4M3", "E2M1", "EXPONENTS"),
 )
 _FORMS = {"floats": 0, "rounded": 1, "pairs": 2, "integers": 3}
 _EPILOGUES = {"store": 0, "add": 1, "silu": 2}
@@ -145,9 +145,9 @@ def exact_form(dtype: torch.dtype) -> Literal["floats", "pairs"]:
 @dataclass(frozen=True, slots=True)
 class RunScales:
     """scales: [runs of 16 outputs, scales of an output, 16] float32; zeros: likewise uint8. A scale is of 2^shift
-    groups of 32 inputs."""
+    groups of 32 inputs. E2M1 has exponents in place of zeros, and no scales."""
 
-    scales: torch.Tensor
+    scales: torch.Tensor | None
     zeros: torch.Tensor
     shift: int
 
@@ -175,9 +175,9 @@ class KernelMatrix:
             self.num_inputs,
             rows.shape[1],
             None if bias is None else bias.data_ptr(),
-            None if scales is None else scales.scales.data_ptr(),
+            None if scales is None or scales.scales is None else scales.scales.data_ptr(),
             None if scales is None else scales.zeros.data_ptr(),
-            0 if scales is None else scales.scales[0].numel(),
+            0 if scales is None else scales.zeros[0].numel(),
             _KINDS.index(layout.kind),
             _FORMS[layout.form],
             0 if scales is None else scales.shift,
