@@ -57,12 +57,11 @@ static void round_group(const float *x, int kind, int R, int32_t *out) {
     for (int half = 0; half < 2; half++) {
         // Adding 1.5 * 2^23 rounds to an integer, which is then in the lowest bits.
         i32x16 codes = (i32x16)(floats_of(x + LANES * half) * inverse + splat(12582912.0f)) - 0x4b400000;
-        int32_t words[4], sum = 0;
+        int32_t words[4];
         i8x16 bytes = bytes_of(codes);
         memcpy(words, &bytes, 16);
         for (int i = 0; i < 4; i++) out[(4 * half + i) * R] = words[i];
-        for (int i = 0; i < LANES; i++) sum += codes[i];
-        sums[half] = sum;
+        sums[half] = sum_words(codes);
     }
     of_row[0] = scale;
     sums[2] = sums[0] + sums[1];
@@ -109,7 +108,7 @@ static void round_row(const Call *call, const uint8_t *x, float factor, int R, i
             i8x16 bytes = bytes_of(codes);
             memcpy(words, &bytes, 16);
             for (int i = 0; i < 4; i++) out[(first / 4 + 4 * half + i) * R] = words[i];
-            for (int i = 0; i < LANES; i++) sum += codes[i];
+            sum += sum_words(codes);
         }
     }
     out[n / 4 * R] = sum;

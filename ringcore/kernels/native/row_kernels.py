@@ -23,7 +23,10 @@ class RowKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._norm, self._gate, self._rotate = library.norm_rows, library.gate_rows, library.rotate_rows
-        self._norm.argtypes = (_pointer, _int64, _int64, _int64, _pointer, _float, _pointer, _int32, *RUN_ARGUMENTS)
+        self._norm.argtypes = (
+            *(_pointer, _int64, _int64, _int64, _pointer, _float, _pointer, _int64, _int32, _int32),
+            *RUN_ARGUMENTS,
+        )
         self._gate.argtypes = (_pointer, _int64, _int64, _int64, _int32, _pointer, _int32, *RUN_ARGUMENTS)
         of_heads = _int64, _int64, _int64
         self._rotate.argtypes = (
@@ -40,11 +43,21 @@ class RowKernels:
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
         """x: [n, size] float32, gain: [size] float32 -> x / sqrt(mean(x^2) + eps) * gain: [n, size] of `dtype`."""
-        n, size = x.shape
-        out = torch.empty(n, size, dtype=dtype)
-        at = x.data_ptr(), x.stride(0), n, size, gain.data_ptr(), eps, out.data_ptr()
-        check(self._norm(*at, KINDS[dtype], *how_to_run()))
+        out = torch.empty(x.shape, dtype=dtype)
+        self._norm_rows(x, gain, eps, out, dtype, adds=False)
         return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype, to: torch.Tensor
+    ) -> None:
+        """to: [n, size] float32 += `rms_norm`, rounded to `dtype`, of x: [n, size] float32."""
+        self._norm_rows(x, gain, eps, to, dtype, adds=True)
+
+    def _norm_rows(
+        self, x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor, dtype: torch.dtype, adds: bool
+    ) -> None:
+        at = x.data_ptr(), x.stride(0), *x.shape, gain.data_ptr(), eps, out.data_ptr(), out.stride(0)
+        check(self._norm(*at, KINDS[dtype], adds, *how_to_run()))
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, 2 * size], gate then up -> silu(gate) * up: [n, size]."""

@@ -95,6 +95,13 @@ INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
+INLINE int32_t sum_words(i32x16 words) {
+    typedef int32_t i32x4 __attribute__((vector_size(16)));
+    union { i32x16 all; i32x4 quarter[4]; } of = {words};
+    i32x4 sums = of.quarter[0] + of.quarter[1] + (of.quarter[2] + of.quarter[3]);
+    return sums[0] + sums[1] + (sums[2] + sums[3]);
+}
+
 // As many numbers as a register of the processor has.
 #if defined(__AVX512F__)
 typedef f32x16 Wide;
