@@ -43,21 +43,19 @@ class RowKernels:
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
         """x: [n, size] float32, gain: [size] float32 -> x / sqrt(mean(x^2) + eps) * gain: [n, size] of `dtype`."""
-        out = torch.empty(x.shape, dtype=dtype)
-        self._norm_rows(x, gain, eps, out, dtype, adds=False)
+        n, size = x.shape
+        out = torch.empty(n, size, dtype=dtype)
+        at = x.data_ptr(), x.stride(0), n, size, gain.data_ptr(), eps, out.data_ptr(), size
+        check(self._norm(*at, KINDS[dtype], False, *how_to_run()))
         return out
 
     def add_rms_norm(
         self, x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype, to: torch.Tensor
     ) -> None:
         """to: [n, size] float32 += `rms_norm`, rounded to `dtype`, of x: [n, size] float32."""
-        self._norm_rows(x, gain, eps, to, dtype, adds=True)
-
-    def _norm_rows(
-        self, x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor, dtype: torch.dtype, adds: bool
-    ) -> None:
-        at = x.data_ptr(), x.stride(0), *x.shape, gain.data_ptr(), eps, out.data_ptr(), out.stride(0)
-        check(self._norm(*at, KINDS[dtype], adds, *how_to_run()))
+        n, size = x.shape
+        at = x.data_ptr(), x.stride(0), n, size, gain.data_ptr(), eps, to.data_ptr(), to.stride(0)
+        check(self._norm(*at, KINDS[dtype], True, *how_to_run()))
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, 2 * size], gate then up -> silu(gate) * up: [n, size]."""
