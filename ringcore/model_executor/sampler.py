@@ -62,8 +62,8 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
     if len(inputs.masked_rows):
         masked = torch.from_numpy(inputs.masked_rows), torch.from_numpy(inputs.masked_ids)
         logits = logits.index_put(masked, logits.new_tensor(-torch.inf))
-    best, token_ids = logits.max(dim=-1)  # NaN is larger than everything
-    ok = torch.isfinite(best).numpy()
+    token_ids = torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of torch's time; NaN is the largest in both
+    ok = torch.isfinite(logits.gather(1, token_ids[:, None])[:, 0]).numpy()
     drawn = np.flatnonzero((inputs.parameters["temperature"] > 0) & ok)
     if len(drawn):
         rows = torch.from_numpy(drawn)

@@ -32,6 +32,10 @@ def test_rms_norm(n, size, stride, dtype):
     x, gain = rows(n, size, stride=stride), rows(1, size)[0]
     right = torch.nn.functional.rms_norm(x.double(), (size,), gain.double(), 1e-5)
     assert close(row_kernels().rms_norm(x, gain, 1e-5, dtype), right)
+    to = rows(n, size + 5)[:, :size]
+    expected = to + row_kernels().rms_norm(x, gain, 1e-5, dtype)
+    row_kernels().add_rms_norm(x, gain, 1e-5, dtype, to)
+    assert torch.equal(to, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,7 +25,7 @@ typedef struct {
 typedef struct {
     int32_t seq, token, num_tokens;  // of the sequence, counted from its first query token
     int32_t first_span, end_span;    // those that a row of the item sees, or its share of them
-    int32_t partial;                 // of split rows: the first row of `Call.partials`; -1 where the item has all spans
+    int32_t partial;                 // of split rows: the first row of the partial results; -1 where the item has all spans
 } Item;
 
 typedef struct {
@@ -39,6 +39,7 @@ typedef struct {
 } Step;
 
 typedef struct {
+    const Step *const *steps;  // the one that is read whenever a program runs
     const Step *step;
     const uint8_t *query, *key, *value;
     int64_t query_stride, key_stride, value_stride;  // numbers from token to token
@@ -46,8 +47,7 @@ typedef struct {
     uint8_t *out;                                    // [num_tokens, num_heads, value_size]
     const float *sinks;
     float scale, softcap;  // softcap 0: none
-    float *partials;       // [num_partials * num_kv_heads, value_size + 2]: weighted sums, maximum, sum
-    atomic_long next;
+    Program *program;      // its scratch has partial results: [num_partials * num_kv_heads, value_size + 2], weighted sums, maximum, sum
 } Call;
 
 // Pages of one head: of keys, or of values, of `size` numbers a token.
@@ -95,13 +95,12 @@ static void write_tokens(const Call *call, int64_t first, int64_t end) {
     }
 }
 
-enum { WRITTEN = 16 };  // tokens of a share
+enum { WRITTEN = 16 };  // tokens of an item
 
-static void write_shares(void *data) {
-    Call *call = data;
+static void write_turns(void *data, int64_t first, int64_t end) {
+    const Call *call = data;
     int64_t n = call->step->num_tokens;
-    for (int64_t first; (first = WRITTEN * (int64_t)atomic_fetch_add(&call->next, 1)) < n;)
-        write_tokens(call, first, first + WRITTEN < n ? first + WRITTEN : n);
+    write_tokens(call, WRITTEN * first, WRITTEN * end < n ? WRITTEN * end : n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -363,7 +362,7 @@ INLINE void attend(const Call *call, const Item *item, int64_t head, const int32
         for (int64_t row = 0; row < rows; row++) merge(states + row * stride, spans + row * stride, stride);
     }
     if (item->partial >= 0) {
-        float *to = call->partials + (item->partial * l->num_kv_heads + head * rows) * stride;
+        float *to = (float *)call->program->scratch + (item->partial * l->num_kv_heads + head * rows) * stride;
         memcpy(to, states, 4 * rows * stride);
         return;
     }
@@ -371,13 +370,12 @@ INLINE void attend(const Call *call, const Item *item, int64_t head, const int32
         finish(call, token + row / group, head * group + row % group, states + row * stride, stride);
 }
 
-static void attend_items(void *data) {
-    Call *call = data;
-    const Step *step = call->step;
-    int64_t num_heads = step->layout->num_kv_heads, n = step->num_items * num_heads;
-    for (long i; (i = atomic_fetch_add(&call->next, 1)) < n;) {
-        const Item *item = step->items + i / num_heads;
-        switch (step->layout->kind) {  // three copies of the loops, each for one kind of number
+static void attend_items(void *data, int64_t first, int64_t end) {
+    const Call *call = data;
+    int64_t num_heads = call->step->layout->num_kv_heads;
+    for (int64_t i = first; i < end; i++) {
+        const Item *item = call->step->items + i / num_heads;
+        switch (call->step->layout->kind) {  // three copies of the loops, each for one kind of number
             case FLOAT32: attend(call, item, i % num_heads, FLOAT32); break;
             case BFLOAT16: attend(call, item, i % num_heads, BFLOAT16); break;
             default: attend(call, item, i % num_heads, FLOAT16);
@@ -386,24 +384,25 @@ static void attend_items(void *data) {
 }
 
 // Items of the same rows follow each other, in the order of their spans.
-static void merge_partials(const Call *call) {
+static void merge_partials(void *data, int64_t first, int64_t end) {  // one item
+    const Call *call = data;
     const Step *step = call->step;
     const Layout *l = step->layout;
     int64_t group = l->num_heads / l->num_kv_heads, stride = (l->value_size + 15) / 16 * 16 + 16;
     for (int64_t i = 0; i < step->num_items;) {
-        const Item *first = step->items + i;
+        const Item *item = step->items + i;
         int64_t next = i + 1;
-        if (first->partial < 0) {
+        if (item->partial < 0) {
             i = next;
             continue;
         }
-        while (next < step->num_items && step->items[next].seq == first->seq &&
-               step->items[next].token == first->token && step->items[next].partial >= 0) next++;
-        int64_t rows = first->num_tokens * group, token = step->starts[first->seq] + first->token;
+        while (next < step->num_items && step->items[next].seq == item->seq &&
+               step->items[next].token == item->token && step->items[next].partial >= 0) next++;
+        int64_t rows = item->num_tokens * group, token = step->starts[item->seq] + item->token;
         for (int64_t row = 0; row < rows * l->num_kv_heads; row++) {
-            float *state = call->partials + (first->partial * l->num_kv_heads + row) * stride;
+            float *state = (float *)call->program->scratch + (item->partial * l->num_kv_heads + row) * stride;
             for (int64_t other = i + 1; other < next; other++)
-                merge(state, call->partials + (step->items[other].partial * l->num_kv_heads + row) * stride, stride);
+                merge(state, (float *)call->program->scratch + (step->items[other].partial * l->num_kv_heads + row) * stride, stride);
             int64_t head = row / rows, of_head = row % rows;
             finish(call, token + of_head / group, head * group + of_head % group, state, stride);
         }
@@ -411,28 +410,43 @@ static void merge_partials(const Call *call) {
     }
 }
 
-enum { ALONE = 1 << 19, WRITTEN_ALONE = 1 << 15 };  // multiplications, numbers: for fewer a second thread costs more
+// ---------------------------------------------------------------------------------------------------------------------
+// Phases, of which a program that is run asks the number of items
 
-// Writes key and value unless they are NULL, and attends. Returns 0, or -1 without memory.
-int attention(const Step *step, const uint8_t *query, int64_t query_stride, const uint8_t *key, int64_t key_stride,
-              const uint8_t *value, int64_t value_stride, uint8_t *keys, uint8_t *values, uint8_t *out,
-              const float *sinks, float scale, float softcap, Parallel parallel, int32_t num_threads) {
+static int64_t count_writes(void *data) {
+    Call *call = data;
+    call->step = *call->steps;
+    return call->key ? (call->step->num_tokens + WRITTEN - 1) / WRITTEN : 0;
+}
+
+static int64_t count_items(void *data) { return ((Call *)data)->step->num_items * ((Call *)data)->step->layout->num_kv_heads; }
+
+static int64_t count_merges(void *data) {
+    Call *call = data;
+    const Layout *l = call->step->layout;
+    if (!call->step->num_partials) return 0;
+    reserve(call->program, 4 * call->step->num_partials * l->num_kv_heads * ((l->value_size + 15) / 16 * 16 + 16));
+    return call->program->has_failed ? -1 : 1;
+}
+
+enum { COST = 16, WRITE_COST = 256 };  // of a multiplication; of a number that is written
+
+// Writes key and value unless they are NULL, and attends. program: where the call is recorded, for the steps that will
+// be in *steps whenever it runs; NULL: it is run. Returns 0, or -1 without memory.
+int attention(const Step *const *steps, const uint8_t *query, int64_t query_stride, const uint8_t *key,
+              int64_t key_stride, const uint8_t *value, int64_t value_stride, uint8_t *keys, uint8_t *values,
+              uint8_t *out, const float *sinks, float scale, float softcap, Program *program, Parallel parallel,
+              int32_t num_threads) {
+    Program own = {0}, *to = program ? program : &own;
+    const Step *step = *steps;
     const Layout *l = step->layout;
-    Call call = {step, query, key, value, query_stride, key_stride, value_stride, keys, values, out, sinks, scale,
-                 softcap, NULL, 0};
-    int64_t stride = (l->value_size + 15) / 16 * 16 + 16;
-    if (step->num_partials) {
-        call.partials = aligned_alloc(64, 4 * step->num_partials * l->num_kv_heads * stride);
-        if (!call.partials) return -1;
-    }
-    if (key) {
+    Call *call = add_call(to, sizeof *call);
+    if (call) {
+        *call = (Call){steps, step, query, key, value, query_stride, key_stride, value_stride, keys, values, out, sinks, scale, softcap, to};
         int64_t written = step->num_tokens * l->num_kv_heads * (l->head_size + l->value_size);
-        call.next = 0;
-        run_threads(write_shares, &call, parallel, written < WRITTEN_ALONE ? 1 : num_threads);
+        add_phase(to, (Phase){write_turns, count_writes, call, 0, 1, WRITE_COST * written});
+        add_phase(to, (Phase){attend_items, count_items, call, 0, 1, COST * step->num_operations});
+        add_phase(to, (Phase){merge_partials, count_merges, call, 0, 1});
     }
-    call.next = 0;
-    run_threads(attend_items, &call, parallel, step->num_operations < ALONE ? 1 : num_threads);
-    if (step->num_partials) merge_partials(&call);
-    free(call.partials);
-    return 0;
+    return record_or_run(program, &own, parallel, num_threads);
 }

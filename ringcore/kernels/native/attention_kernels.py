@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ringcore.kernels.native.compiled import NoLibrary, load_compiled
-from ringcore.kernels.native.threads import KINDS, num_threads, parallel
+from ringcore.kernels.native.threads import KINDS, RUN_ARGUMENTS, check, how_to_run
 
 __all__ = ["AttentionKernel", "AttentionStep", "PageShape", "attention_kernel", "split_items"]
 
@@ -79,7 +79,16 @@ class AttentionStep:
             *(items.ctypes.data, len(items), num_partials),
             *(slots.data_ptr(), len(slots), num_operations),
         )
-        self.address = ctypes.addressof(self._step)
+        self._followed: AttentionStep | None = None
+        self._at = ctypes.c_void_p(ctypes.addressof(self._step))
+        self.address = ctypes.addressof(self._at)
+
+    def follow(self, step: AttentionStep) -> None:
+        """The calls that were recorded with this step read `step`, of the same shape and number of tokens, from now
+        on."""
+        step.layout.num_blocks = self.layout.num_blocks
+        self._followed = step
+        self._at.value = ctypes.addressof(step._step)
 
 
 def split_items(shape: PageShape, starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, int, int]:
@@ -126,9 +135,8 @@ class AttentionKernel:
         rows = _pointer, _int64
         self._attention.argtypes = (
             *(_pointer, *rows, *rows, *rows, _pointer, _pointer, _pointer),
-            *(_pointer, _float, _float, _pointer, _int32),
+            *(_pointer, _float, _float, *RUN_ARGUMENTS),
         )
-        self._parallel = parallel()
 
     def __call__(
         self,
@@ -149,24 +157,24 @@ class AttentionKernel:
         num_heads, value_size], contiguous. sinks: [num_heads] float32.
         """
         step.layout.num_blocks = pages[0].shape[1]
-        if self._attention(
-            step.address,
-            query.data_ptr(),
-            query.stride(0),
-            key.data_ptr(),
-            key.stride(0),
-            value.data_ptr(),
-            value.stride(0),
-            pages[0].data_ptr(),
-            pages[1].data_ptr(),
-            out.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            scale,
-            softcap,
-            self._parallel,
-            num_threads(),
-        ):
-            raise MemoryError("no memory for the partial results of long sequences")
+        check(
+            self._attention(
+                step.address,
+                query.data_ptr(),
+                query.stride(0),
+                key.data_ptr(),
+                key.stride(0),
+                value.data_ptr(),
+                value.stride(0),
+                pages[0].data_ptr(),
+                pages[1].data_ptr(),
+                out.data_ptr(),
+                None if sinks is None else sinks.data_ptr(),
+                scale,
+                softcap,
+                *how_to_run(),
+            )
+        )
 
 
 @functools.cache

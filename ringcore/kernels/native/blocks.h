@@ -5,13 +5,14 @@
 // of codes is 4 bytes, so a vector of 64 bytes has codes of the same inputs of 16 outputs. No byte is changed.
 //
 // NIBBLES, BYTES and E4M3 have codes alone, 32 in a block: weight = (code - zero) * scale, with scales and zeros for
-// each 2^n groups of 32 inputs, of all 16 outputs. Two inputs of a pair are 16 bits apart in a word of NIBBLES.
+// each 2^n groups of 32 inputs, of all 16 outputs. Two inputs of a pair are 16 bits apart in a word of NIBBLES. E2M1, of
+// MXFP4, has codes alone as well, two inputs a byte; scales are a byte for each block, an exponent + 127: EXPONENTS.
 
 #pragma once
 
 #include "vectors.h"
 
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, NIBBLES, BYTES, E4M3 };
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, NIBBLES, BYTES, E4M3, E2M1, EXPONENTS };
 enum { LANES = 16, GROUP = 32, CHUNK = 256 };  // outputs; inputs that share a scale; inputs that are unpacked at a time
 
 typedef struct {
@@ -36,13 +37,15 @@ static const Layout LAYOUTS[] = {
     [NIBBLES] = {32, 16, {{0, 4, 4}}},
     [BYTES] = {32, 32, {{0, 8, 4}}},
     [E4M3] = {32, 32, {{0, 8, 4}}},
+    [E2M1] = {32, 16, {{0, 4, 4}}},
+    [EXPONENTS] = {32, 1, {{0, 1, 1}}},
 };
 
 // 16 outputs.
 typedef struct {
     const uint8_t *blocks;
     const float *scales;   // [scales of an output][16], where blocks have none
-    const uint8_t *zeros;  // likewise
+    const uint8_t *zeros;  // likewise; of E2M1 the exponents
     int shift;             // a scale is of 2^shift groups
 } Run;
 
@@ -69,7 +72,7 @@ static void interleave(int kind, uint8_t *rows, int num_rows, int64_t row_bytes,
 }
 
 // A group of 32 inputs of 16 outputs: weight = code * scale - minimum, or (code - zero) * scale without minima. Code i
-// has inputs 4 * i to 4 * i + 3 in its bytes. Q6_K has a scale for each 16 inputs; the others have one, twice.
+// has inputs 4 * i to 4 * i + 3 in its bytes, of E2M1 8 * i to 8 * i + 7. Q6_K has a scale for each 16 inputs; the others have one, twice.
 typedef struct {
     u32x16 codes[8];
     f32x16 scales[2], minima, zeros;
@@ -151,6 +154,13 @@ INLINE void unpack_codes(int kind, const uint8_t *codes, Group *out) {
 // Group `group` of block `index` of a run.
 INLINE void unpack(int kind, const Run *run, int64_t index, int group, Group *out) {
     const uint8_t *block = run->blocks + LANES * LAYOUTS[kind].bytes * index, *codes;
+    if (kind == E2M1) {
+        u8x16 exponents;
+        memcpy(&exponents, run->zeros + LANES * index, LANES);
+        out->scales[0] = out->scales[1] = (f32x16)(__builtin_convertvector(exponents, u32x16) << 23);
+        for (int i = 0; i < 4; i++) out->codes[i] = load_words(block + 64 * i);
+        return;
+    }
     if (kind >= NIBBLES) {
         unpack_codes(kind, block, out);
         out->scales[0] = out->scales[1] = floats_of(run->scales + LANES * (index >> run->shift));
@@ -196,6 +206,7 @@ INLINE void unpack(int kind, const Run *run, int64_t index, int group, Group *ou
 
 // Of input `i` of the group the code, less its zero.
 INLINE f32x16 number_at(int kind, const Group *group, int i) {
+    if (kind == E2M1) return e2m1_of(group->codes[i / 8] >> 4 * (i % 8));
     int place = kind == NIBBLES ? (i & 1) << 1 | (i >> 1 & 1) : i % 4;
     if (kind == E4M3) return e4m3_of(group->codes[i / 4], place);
     f32x16 code = byte_of(group->codes[i / 4], place);

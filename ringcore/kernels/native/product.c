@@ -14,8 +14,8 @@ typedef struct {
     int64_t num_outputs, num_inputs, row_bytes;
     const float *bias;     // or NULL
     const float *scales;   // [runs][scales of an output][16], where blocks have none
-    const uint8_t *zeros;  // likewise
-    int64_t run_scales;    // numbers of `scales` of a run
+    const uint8_t *zeros;  // likewise; of E2M1, which has no `scales`, the exponents
+    int64_t run_scales;    // numbers of these of a run
     int32_t kind, form, shift;
 } Matrix;
 
@@ -27,9 +27,8 @@ typedef struct {
     int64_t x_stride, y_stride, num_rows;
     float eps;
     int32_t epilogue, form, x_kind, y_kind;
-    uint8_t *packed;
-    int32_t num_threads;
-    atomic_long next_tile, next_runs;
+    Program *program;  // its scratch has the packed rows
+    uint8_t last_run[]; // the last outputs, if fewer than 16, are interleaved here
 } Call;
 
 INLINE int64_t tile_at(int64_t row, int64_t num_rows) {  // rows of the tile that starts there
@@ -58,12 +57,11 @@ static void round_group(const float *x, int kind, int R, int32_t *out) {
     for (int half = 0; half < 2; half++) {
         // Adding 1.5 * 2^23 rounds to an integer, which is then in the lowest bits.
         i32x16 codes = (i32x16)(floats_of(x + LANES * half) * inverse + splat(12582912.0f)) - 0x4b400000;
-        int32_t words[4], sum = 0;
+        int32_t words[4];
         i8x16 bytes = bytes_of(codes);
         memcpy(words, &bytes, 16);
         for (int i = 0; i < 4; i++) out[(4 * half + i) * R] = words[i];
-        for (int i = 0; i < LANES; i++) sum += codes[i];
-        sums[half] = sum;
+        sums[half] = sum_words(codes);
     }
     of_row[0] = scale;
     sums[2] = sums[0] + sums[1];
@@ -110,7 +108,7 @@ static void round_row(const Call *call, const uint8_t *x, float factor, int R, i
             i8x16 bytes = bytes_of(codes);
             memcpy(words, &bytes, 16);
             for (int i = 0; i < 4; i++) out[(first / 4 + 4 * half + i) * R] = words[i];
-            for (int i = 0; i < LANES; i++) sum += codes[i];
+            sum += sum_words(codes);
         }
     }
     out[n / 4 * R] = sum;
@@ -149,41 +147,47 @@ static void pack_row(const Call *call, const uint8_t *x, int R, float *out) {
 }
 
 #define OF_FILES(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(IQ4_NL)
-#define OF_KINDS(DO) OF_FILES(DO) DO(NIBBLES) DO(BYTES) DO(E4M3)
+#define OF_KINDS(DO) OF_FILES(DO) DO(NIBBLES) DO(BYTES) DO(E4M3) DO(E2M1)
 
 typedef f32x16 (*RowProduct)(const Run *, int64_t, const float *);
+typedef void (*Rounded)(int, const Run *, int64_t, const int32_t *, float *);
 typedef void (*Unpack)(const Run *, int64_t, int, Chunk *);
-#define FUNCTIONS(K)                                                                                              \
-    static f32x16 float_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, 0, run, n, x); } \
-    static void expand_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, FLOATS, c); }   \
+#define FUNCTIONS(K)                                                                                            \
+    static f32x16 float_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, run, n, x); } \
+    static void expand_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, FLOATS, c); } \
     static void pairs_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, PAIRS, c); }
-#define ROUNDED_FUNCTIONS(K)                                                                                        \
-    static f32x16 rounded_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, 1, run, n, x); } \
-    static void unpack_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, ROUNDED, c); }
+#if defined(__AVX512F__)
+#define ROUNDED_TILE(K) case 8: rounded_rows(K, 8, run, n, x, sums); return;
+#else
+#define ROUNDED_TILE(K)
+#endif
+#define ROUNDED_FUNCTION(K)                                                                         \
+    static void rounded_##K(int R, const Run *run, int64_t n, const int32_t *x, float *sums) {      \
+        switch (R) {                                                                                \
+            case 1: rounded_rows(K, 1, run, n, x, sums); return;                                    \
+            case 2: rounded_rows(K, 2, run, n, x, sums); return;                                    \
+            case 4: rounded_rows(K, 4, run, n, x, sums); return;                                    \
+            ROUNDED_TILE(K)                                                                         \
+        }                                                                                           \
+    }
 OF_KINDS(FUNCTIONS)
-OF_FILES(ROUNDED_FUNCTIONS)
+OF_FILES(ROUNDED_FUNCTION)
 static f32x16 pair_row_NIBBLES(const Run *run, int64_t n, const float *x) { return pair_row(NIBBLES, run, n, (const uint32_t *)x); }
 #define FLOAT_ROW(K) [K] = float_row_##K,
-#define ROUNDED_ROW(K) [K] = rounded_row_##K,
+#define ROUNDED_OF(K) [K] = rounded_##K,
 #define EXPAND(K) [K] = expand_##K,
-#define UNPACK(K) [K] = unpack_##K,
 #define PAIR(K) [K] = pairs_##K,
-static const RowProduct ROW_PRODUCTS[][E4M3 + 1] = {
-    [FLOATS] = {OF_KINDS(FLOAT_ROW)}, [ROUNDED] = {OF_FILES(ROUNDED_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
-static const Unpack UNPACK_CHUNK[][E4M3 + 1] = {
-    [FLOATS] = {OF_KINDS(EXPAND)}, [ROUNDED] = {OF_FILES(UNPACK)}, [PAIRS] = {OF_KINDS(PAIR)}};
+static const RowProduct ROW_PRODUCTS[][E2M1 + 1] = {[FLOATS] = {OF_KINDS(FLOAT_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
+static const Rounded ROUNDED_PRODUCTS[] = {OF_FILES(ROUNDED_OF)};
+static const Unpack UNPACK_CHUNK[][E2M1 + 1] = {[FLOATS] = {OF_KINDS(EXPAND)}, [PAIRS] = {OF_KINDS(PAIR)}};
 
 static void tile(int R, int S, const Call *call, const Chunk *chunks, int num_groups, const float *x, float *sums) {
     int kind = call->matrix->kind, pair_minima = has_minima(kind) || kind == NIBBLES;
     int64_t stride = LANES * call->num_rows;
-    const int32_t *words = (const int32_t *)x;
     const uint32_t *pairs = (const uint32_t *)x;
 #define TILE_OF(N, S)                                                                                    \
     case 2 * N + S:                                                                                      \
         if (call->form == FLOATS) float_tile(N, S, chunks, num_groups, x, sums, stride);                 \
-        else if (call->form == ROUNDED && kind == Q6_K) rounded_tile(N, S, 1, 0, chunks, num_groups, words, sums, stride); \
-        else if (call->form == ROUNDED && has_minima(kind)) rounded_tile(N, S, 0, 1, chunks, num_groups, words, sums, stride); \
-        else if (call->form == ROUNDED) rounded_tile(N, S, 0, 0, chunks, num_groups, words, sums, stride); \
         else if (kind == Q6_K) pair_tile(N, S, 1, 0, chunks, num_groups, pairs, sums, stride);           \
         else pair_tile(N, S, 0, pair_minima, chunks, num_groups, pairs, sums, stride);                   \
         return;
@@ -211,7 +215,7 @@ static void integers(int R, int S, const Call *call, const Run *runs, const int3
 static __attribute__((noinline)) void chunks_product(const Call *call, int S, const Run *runs, float *sums) {
     const Matrix *matrix = call->matrix;
     int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
-    const float *packed = (const float *)call->packed;
+    const float *packed = (const float *)call->program->scratch;
     Chunk chunks[2];
     int64_t per_block = LAYOUTS[matrix->kind].inputs / GROUP, run_bytes = LANES * LAYOUTS[matrix->kind].bytes;
     memset(sums, 0, 64 * call->num_rows * S);
@@ -233,16 +237,18 @@ static __attribute__((noinline)) void chunks_product(const Call *call, int S, co
 static void run_product(const Call *call, int S, const Run *runs, float *sums) {
     const Matrix *matrix = call->matrix;
     int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
-    const float *packed = (const float *)call->packed;
-    if (call->num_rows == 1 && call->form != INTEGERS) {
+    const float *packed = (const float *)call->program->scratch;
+    if (call->num_rows == 1 && (call->form == FLOATS || call->form == PAIRS)) {
         f32x16 sum = ROW_PRODUCTS[call->form][matrix->kind](runs, num_groups, packed);
         memcpy(sums, &sum, 64);
         return;
     }
-    if (call->form == INTEGERS) {
+    if (call->form == ROUNDED || call->form == INTEGERS) {
         for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
             rows = tile_at(row, call->num_rows);
-            integers((int)rows, S, call, runs, (const int32_t *)packed + row * words, sums + LANES * row);
+            const int32_t *x = (const int32_t *)packed + row * words;
+            if (call->form == INTEGERS) integers((int)rows, S, call, runs, x, sums + LANES * row);
+            else ROUNDED_PRODUCTS[matrix->kind]((int)rows, runs, num_groups, x, sums + LANES * row);
         }
         return;
     }
@@ -252,10 +258,9 @@ static void run_product(const Call *call, int S, const Run *runs, float *sums) {
 // The run of 16 outputs from `first`; fewer are interleaved in `scratch`.
 static Run run_at(const Matrix *matrix, int64_t first, uint8_t *scratch) {
     Run run = {matrix->weight + first * matrix->row_bytes, NULL, NULL, matrix->shift};
-    if (matrix->scales) {
-        run.scales = matrix->scales + first / LANES * matrix->run_scales;
-        run.zeros = matrix->zeros + first / LANES * matrix->run_scales;
-    }
+    int64_t scale = first / LANES * matrix->run_scales;
+    if (matrix->scales) run.scales = matrix->scales + scale;
+    if (matrix->zeros) run.zeros = matrix->zeros + scale;
     int64_t left = matrix->num_outputs - first;
     if (left >= LANES) return run;
     memset(scratch, 0, LANES * matrix->row_bytes);
@@ -276,15 +281,15 @@ static void finish(const Call *call, int64_t first, float *sums) {  // one run
 }
 
 // Two runs: neighbours, or those of gate and up. Of the last one there may be no second.
-static void two_runs(const Call *call, int64_t index, float *sums, uint8_t *scratch) {
+static void two_runs(Call *call, int64_t index, float *sums) {
     const Matrix *matrix = call->matrix;
     int64_t size = matrix->num_outputs, first[2] = {2 * LANES * index, 2 * LANES * index + LANES};
     if (call->epilogue == SILU) first[0] = LANES * index, first[1] = size / 2 + LANES * index;
     int S = first[1] < size ? 2 : 1;
     Run runs[2];
-    for (int s = 0; s < S; s++) runs[s] = run_at(matrix, first[s], scratch);
+    for (int s = 0; s < S; s++) runs[s] = run_at(matrix, first[s], call->last_run);
     float *second = sums + LANES * call->num_rows;
-    if (call->num_rows >= TILE) run_product(call, S, runs, sums);
+    if (call->num_rows >= TILE && call->form != ROUNDED) run_product(call, S, runs, sums);
     else for (int s = 0; s < S; s++) run_product(call, 1, &runs[s], s ? second : sums);
     for (int s = 0; s < S && matrix->bias; s++)
         for (int64_t row = 0; row < call->num_rows; row++)
@@ -300,37 +305,22 @@ static void two_runs(const Call *call, int64_t index, float *sums, uint8_t *scra
     if (S == 2 && call->epilogue != SILU) finish(call, first[1], second);
 }
 
-static void pack_tiles(void *data) {  // what each thread does first
-    Call *call = data;
-    long index = atomic_fetch_add(&call->next_tile, 1), seen = 0;
-    for (int64_t row = 0, rows; row < call->num_rows; row += rows, seen++) {
+static void pack_rows(void *data, int64_t first, int64_t end) {  // the first phase
+    const Call *call = data;
+    int64_t row_bytes = call->x_stride * bytes_of_number(call->x_kind);
+    for (int64_t row = 0, rows; row < end; row += rows) {
         rows = tile_at(row, call->num_rows);
-        if (seen != index) continue;
-        float *out = (float *)call->packed + row * row_words(call->matrix, call->form);
-        int64_t row_bytes = call->x_stride * bytes_of_number(call->x_kind);
-        for (int64_t r = 0; r < rows; r++) pack_row(call, call->x + (row + r) * row_bytes, (int)rows, out + r);
-        index = atomic_fetch_add(&call->next_tile, 1);
+        float *out = (float *)call->program->scratch + row * row_words(call->matrix, call->form);
+        for (int64_t r = first > row ? first - row : 0; r < rows && row + r < end; r++)
+            pack_row(call, call->x + (row + r) * row_bytes, (int)rows, out + r);
     }
 }
 
-enum { SPANS = 8 };  // for each thread, so that one without a core of its own delays the others by little
-
-static void multiply_runs(void *data) {  // and then
+static void multiply_runs(void *data, int64_t first, int64_t end) {  // the second one
     Call *call = data;
-    const Matrix *matrix = call->matrix;
-    int64_t num_tiles = (matrix->num_outputs + 2 * LANES - 1) / (2 * LANES);
-    float *sums = aligned_alloc(64, 2 * 64 * call->num_rows);
-    uint8_t *scratch = aligned_alloc(64, (LANES * matrix->row_bytes + 63) / 64 * 64);
-    // Runs in a row are taken at once: a thread that skips what another one takes loses what the processor reads ahead.
-    long span = num_tiles / (SPANS * call->num_threads) + 1;
-    for (long first; (first = atomic_fetch_add(&call->next_runs, span)) < num_tiles;)
-        for (long i = first; i < first + span && i < num_tiles; i++) two_runs(call, i, sums, scratch);
-    free(sums);
-    free(scratch);
+    float sums[2 * LANES * MOST_ROWS] __attribute__((aligned(64)));
+    for (; first < end; first++) two_runs(call, first, sums);
 }
-
-// Waking a thread that sleeps takes about as long as one thread needs for this many (outputs x inputs) x (rows + 3).
-enum { ALONE = 8 << 20 };
 
 // Whether products of pairs are faster than those of float32 numbers.
 int blocks_have_pairs(void) {
@@ -341,47 +331,47 @@ int blocks_have_pairs(void) {
 #endif
 }
 
-// y = or += the products. Returns 0, or -1 without memory.
+// y = or += the products. program: where the call is recorded; NULL: it is run. Returns 0, or -1 without memory.
 int blocks_product(const Matrix *matrix, const uint8_t *x, int32_t x_kind, int64_t x_stride, int64_t num_rows,
                    const float *gain, float eps, uint8_t *y, int32_t y_kind, int64_t y_stride, int32_t epilogue,
-                   Parallel parallel, int32_t num_threads) {
-    if (matrix->num_outputs * matrix->num_inputs * (num_rows + 3) < ALONE) num_threads = 1;
+                   Program *program, Parallel parallel, int32_t num_threads) {
+    Program own = {0}, *to = program ? program : &own;
     // Where a code becomes a bfloat16 number by way of float32, one row is multiplied by that.
     int32_t form = matrix->form == PAIRS && num_rows == 1 && matrix->kind != NIBBLES ? FLOATS : matrix->form;
-    int64_t most = num_rows < MOST_ROWS ? num_rows : MOST_ROWS;
-    uint8_t *packed = aligned_alloc(64, (4 * most * row_words(matrix, form) + 63) / 64 * 64);
-    if (!packed) return -1;
-    for (int64_t row = 0; row < num_rows; row += MOST_ROWS) {
+    int64_t runs = (matrix->num_outputs + 2 * LANES - 1) / (2 * LANES), left = matrix->num_outputs % LANES;
+    for (int64_t row = 0; row < num_rows && !to->has_failed; row += MOST_ROWS) {
         int64_t rows = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         const uint8_t *from = x + row * x_stride * bytes_of_number(x_kind);
-        uint8_t *to = y + row * y_stride * bytes_of_number(y_kind);
-        Call call = {matrix, from, gain, to, x_stride, y_stride, rows, eps, epilogue, form, x_kind, y_kind, packed, num_threads, 0, 0};
-        run_threads(pack_tiles, &call, parallel, rows > TILE ? num_threads : 1);
-        run_threads(multiply_runs, &call, parallel, num_threads);
+        uint8_t *out = y + row * y_stride * bytes_of_number(y_kind);
+        reserve(to, 4 * rows * row_words(matrix, form));
+        Call *call = add_call(to, sizeof *call + (left ? LANES * matrix->row_bytes : 0));
+        if (!call) break;
+        *call = (Call){matrix, from, gain, out, x_stride, y_stride, rows, eps, epilogue, form, x_kind, y_kind, to};
+        add_phase(to, (Phase){pack_rows, NULL, call, rows, TILE});
+        add_phase(to, (Phase){multiply_runs, NULL, call, runs, 0, matrix->num_outputs * matrix->num_inputs * (rows + 3)});
     }
-    free(packed);
-    return 0;
+    return record_or_run(program, &own, parallel, num_threads);
 }
 
 typedef struct {
     uint8_t *weight;
     int64_t num_outputs, row_bytes;
     int32_t kind, restore;
-    atomic_long next_run, num_failed;
+    atomic_long num_failed;
 } Rearrangement;
 
-static void arrange_runs(void *data) {
+static void arrange_runs(void *data, int64_t run, int64_t end) {
     Rearrangement *all = data;
     uint8_t *copy = malloc(LANES * all->row_bytes);
     if (!copy) {
         atomic_fetch_add(&all->num_failed, 1);
         return;
     }
-    for (int64_t first; (first = LANES * atomic_fetch_add(&all->next_run, 1)) + LANES <= all->num_outputs;) {
-        uint8_t *run = all->weight + first * all->row_bytes;
-        memcpy(copy, run, LANES * all->row_bytes);
-        if (all->restore) interleave(all->kind, run, LANES, all->row_bytes, copy, 1);
-        else interleave(all->kind, copy, LANES, all->row_bytes, run, 0);
+    for (; run < end; run++) {
+        uint8_t *rows = all->weight + LANES * run * all->row_bytes;
+        memcpy(copy, rows, LANES * all->row_bytes);
+        if (all->restore) interleave(all->kind, rows, LANES, all->row_bytes, copy, 1);
+        else interleave(all->kind, copy, LANES, all->row_bytes, rows, 0);
     }
     free(copy);
 }
@@ -390,9 +380,9 @@ static void arrange_runs(void *data) {
 // case a part is arranged.
 int blocks_arrange(int32_t kind, uint8_t *weight, int64_t num_outputs, int64_t row_bytes, int32_t restore,
                    Parallel parallel, int32_t num_threads) {
-    Rearrangement all = {weight, num_outputs, row_bytes, kind, restore, 0, 0};
-    run_threads(arrange_runs, &all, parallel, num_outputs * row_bytes < ALONE ? 1 : num_threads);
-    return all.num_failed ? -1 : 0;
+    Rearrangement all = {weight, num_outputs, row_bytes, kind, restore, 0};
+    int status = run_phase((Phase){arrange_runs, NULL, &all, num_outputs / LANES, 0, num_outputs * row_bytes}, parallel, num_threads);
+    return status || all.num_failed ? -1 : 0;
 }
 
 typedef struct {
@@ -401,18 +391,18 @@ typedef struct {
     int64_t num_outputs, num_inputs;
     int32_t bits;
     uint8_t *rows;
-    atomic_long next;
 } Gathering;
 
 INLINE uint8_t code_at(const Gathering *all, int64_t place) {
     return all->bits == 4 ? all->codes[place >> 1] >> 4 * (place & 1) & 15 : all->codes[place];
 }
 
-static void gather_outputs(void *data) {  // 64 at a time: of a checkpoint's row of inputs they share a cache line
-    enum { TOGETHER = 64 };
-    Gathering *all = data;
+enum { TOGETHER = 64 };  // outputs: of a checkpoint's row of inputs they share a cache line
+
+static void gather_outputs(void *data, int64_t turn, int64_t last) {
+    const Gathering *all = data;
     int64_t group_bytes = all->bits == 4 ? GROUP / 2 : GROUP, row_bytes = all->num_inputs / GROUP * group_bytes;
-    for (int64_t first; (first = TOGETHER * atomic_fetch_add(&all->next, 1)) < all->num_outputs;)
+    for (int64_t first = TOGETHER * turn; first < TOGETHER * last; first += TOGETHER)
         for (int64_t group = 0; group < all->num_inputs / GROUP; group++)
             for (int64_t o = first; o < first + TOGETHER && o < all->num_outputs; o++) {
                 const int64_t *in_at = all->in_at + GROUP * group;
@@ -428,10 +418,11 @@ static void gather_outputs(void *data) {  // 64 at a time: of a checkpoint's row
 
 // Rows of blocks of NIBBLES or BYTES from a checkpoint's codes of 4 or 8 bits: that of output o and input i is number
 // out_at[o] + in_at[i], of so many bits, from the lowest of `codes` on.
-void blocks_gather(const uint8_t *codes, const int64_t *out_at, const int64_t *in_at, int64_t num_outputs,
-                   int64_t num_inputs, int32_t bits, uint8_t *rows, Parallel parallel, int32_t num_threads) {
-    Gathering all = {codes, out_at, in_at, num_outputs, num_inputs, bits, rows, 0};
-    run_threads(gather_outputs, &all, parallel, num_outputs * num_inputs < ALONE ? 1 : num_threads);
+int blocks_gather(const uint8_t *codes, const int64_t *out_at, const int64_t *in_at, int64_t num_outputs,
+                  int64_t num_inputs, int32_t bits, uint8_t *rows, Parallel parallel, int32_t num_threads) {
+    Gathering all = {codes, out_at, in_at, num_outputs, num_inputs, bits, rows};
+    int64_t turns = (num_outputs + TOGETHER - 1) / TOGETHER;
+    return run_phase((Phase){gather_outputs, NULL, &all, turns, 1, num_outputs * num_inputs}, parallel, num_threads);
 }
 
 // Rows `index` of the matrix as numbers: out [n, num_inputs].

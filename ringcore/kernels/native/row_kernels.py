@@ -9,7 +9,7 @@ import logging
 import torch
 
 from ringcore.kernels.native.compiled import NoLibrary, load_compiled
-from ringcore.kernels.native.threads import KINDS, num_threads, parallel
+from ringcore.kernels.native.threads import KINDS, RUN_ARGUMENTS, check, how_to_run
 
 __all__ = ["RowKernels", "row_kernels"]
 
@@ -23,22 +23,39 @@ class RowKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._norm, self._gate, self._rotate = library.norm_rows, library.gate_rows, library.rotate_rows
-        threads = _pointer, _int32
-        self._norm.argtypes = (_pointer, _int64, _int64, _int64, _pointer, _float, _pointer, _int32, *threads)
-        self._gate.argtypes = (_pointer, _int64, _int64, _int64, _int32, _pointer, _int32, *threads)
+        self._norm.argtypes = (
+            *(_pointer, _int64, _int64, _int64, _pointer, _float, _pointer, _int64, _int32, _int32),
+            *RUN_ARGUMENTS,
+        )
+        self._gate.argtypes = (_pointer, _int64, _int64, _int64, _int32, _pointer, _int32, *RUN_ARGUMENTS)
         of_heads = _int64, _int64, _int64
-        self._rotate.argtypes = (_pointer, _int64, _int64, *of_heads, _pointer, _pointer, _float, _int32, *threads)
-        for function in (self._norm, self._gate, self._rotate):
-            function.restype = None
-        self._parallel = parallel()
+        self._rotate.argtypes = (
+            _pointer,
+            _int64,
+            _int64,
+            *of_heads,
+            _pointer,
+            _pointer,
+            _float,
+            _int32,
+            *RUN_ARGUMENTS,
+        )
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
         """x: [n, size] float32, gain: [size] float32 -> x / sqrt(mean(x^2) + eps) * gain: [n, size] of `dtype`."""
         n, size = x.shape
         out = torch.empty(n, size, dtype=dtype)
-        at = x.data_ptr(), x.stride(0), n, size, gain.data_ptr(), eps, out.data_ptr()
-        self._norm(*at, KINDS[dtype], self._parallel, num_threads())
+        at = x.data_ptr(), x.stride(0), n, size, gain.data_ptr(), eps, out.data_ptr(), size
+        check(self._norm(*at, KINDS[dtype], False, *how_to_run()))
         return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype, to: torch.Tensor
+    ) -> None:
+        """to: [n, size] float32 += `rms_norm`, rounded to `dtype`, of x: [n, size] float32."""
+        n, size = x.shape
+        at = x.data_ptr(), x.stride(0), n, size, gain.data_ptr(), eps, to.data_ptr(), to.stride(0)
+        check(self._norm(*at, KINDS[dtype], True, *how_to_run()))
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, 2 * size], gate then up -> silu(gate) * up: [n, size]."""
@@ -52,7 +69,7 @@ class RowKernels:
         n, size = x.shape[0], x.shape[1] // 2
         out = torch.empty(n, size, dtype=x.dtype)
         at = x.data_ptr(), x.stride(0), n, size, activation, out.data_ptr()
-        self._gate(*at, KINDS[x.dtype], self._parallel, num_threads())
+        check(self._gate(*at, KINDS[x.dtype], *how_to_run()))
         return out
 
     def rotate(
@@ -73,7 +90,7 @@ class RowKernels:
         n, _, head_size = x.shape
         at = x.data_ptr(), x.stride(0), n, num_heads, num_kv_heads, head_size, angles.data_ptr()
         norm = None if gain is None else gain.data_ptr(), eps
-        self._rotate(*at, *norm, KINDS[x.dtype], self._parallel, num_threads())
+        check(self._rotate(*at, *norm, KINDS[x.dtype], *how_to_run()))
 
 
 @functools.cache

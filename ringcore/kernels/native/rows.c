@@ -8,7 +8,7 @@
 #include "vectors.h"
 #include "threads.h"
 
-enum { NORM, GATE, ROTATE };
+enum { NORM, ADD_NORM, GATE, ROTATE };
 
 typedef struct {
     int32_t operation, kind, activation;
@@ -17,8 +17,6 @@ typedef struct {
     const float *gain, *angles;
     float eps;
     int64_t num_heads, num_kv_heads;
-    int64_t share;  // rows
-    atomic_long next;
 } Rows;
 
 static float sum16(f32x16 x) {
@@ -27,8 +25,9 @@ static float sum16(f32x16 x) {
     return x[0];
 }
 
-// x / sqrt(mean(x^2) + eps) * gain of n numbers. The kinds of x and out may differ.
-INLINE void norm_row(const uint8_t *x, int32_t kind, int64_t n, const float *gain, float eps, uint8_t *out, int32_t to) {
+// x / sqrt(mean(x^2) + eps) * gain of n numbers. The kinds of x and out may differ; or float32 numbers of out += it, as
+// it is in kind `to`.
+INLINE void norm_row(const uint8_t *x, int32_t kind, int64_t n, const float *gain, float eps, uint8_t *out, int32_t to, int adds) {
     f32x16 squares[4] = {splat(0), splat(0), splat(0), splat(0)};
     for (int64_t i = 0, j = 0; i < n; i += 16, j++) {
         f32x16 v = load_up_to(x + i * bytes_of_number(kind), n - i, kind);
@@ -38,7 +37,14 @@ INLINE void norm_row(const uint8_t *x, int32_t kind, int64_t n, const float *gai
     for (int64_t i = 0; i < n; i += 16) {
         f32x16 v = scale * load_up_to(x + i * bytes_of_number(kind), n - i, kind);
         v *= load_up_to((const uint8_t *)(gain + i), n - i, FLOAT32);
-        store_up_to(out + i * bytes_of_number(to), v, n - i, to);
+        if (adds) {
+            uint8_t rounded[64];
+            store16(rounded, v, to);
+            v = load_up_to(out + 4 * i, n - i, FLOAT32) + load16(rounded, to);
+            store_up_to(out + 4 * i, v, n - i, FLOAT32);
+        } else {
+            store_up_to(out + i * bytes_of_number(to), v, n - i, to);
+        }
     }
 }
 
@@ -66,7 +72,7 @@ INLINE void rotate_row(const Rows *call, int64_t row, const int32_t kind) {
         uint8_t *x = call->x + (row * call->x_stride + head * n) * width;
         if (call->gain) {
             const float *gain = call->gain + (head < call->num_heads ? 0 : n);
-            norm_row(x, kind, n, gain, call->eps, x, kind);
+            norm_row(x, kind, n, gain, call->eps, x, kind, 0);
         }
         for (int64_t i = 0; i < n; i += 16) {
             f32x16 v = load_up_to(x + i * width, n - i, kind);
@@ -80,51 +86,57 @@ INLINE void rotate_row(const Rows *call, int64_t row, const int32_t kind) {
 
 INLINE void one_row(const Rows *call, int64_t row, const int32_t kind) {
     int64_t width = bytes_of_number(kind);
-    const uint8_t *x = call->x + row * call->x_stride * (call->operation == NORM ? 4 : width);
-    uint8_t *out = call->out + row * call->out_stride * width;
+    const uint8_t *x = call->x + row * call->x_stride * (call->operation == NORM || call->operation == ADD_NORM ? 4 : width);
+    uint8_t *out = call->out + row * call->out_stride * (call->operation == ADD_NORM ? 4 : width);
     switch (call->operation) {
-        case NORM: norm_row(x, FLOAT32, call->size, call->gain, call->eps, out, kind); break;
+        case NORM: norm_row(x, FLOAT32, call->size, call->gain, call->eps, out, kind, 0); break;
+        case ADD_NORM: norm_row(x, FLOAT32, call->size, call->gain, call->eps, out, kind, 1); break;
         case GATE: gate_row(x, call->size, call->activation, out, kind); break;
         default: rotate_row(call, row, kind);
     }
 }
 
-static void all_rows(void *data) {
-    Rows *call = data;
-    for (int64_t first; (first = call->share * (int64_t)atomic_fetch_add(&call->next, 1)) < call->num_rows;)
-        for (int64_t row = first; row < first + call->share && row < call->num_rows; row++) switch (call->kind) {
-            case FLOAT32: one_row(call, row, FLOAT32); break;
-            case BFLOAT16: one_row(call, row, BFLOAT16); break;
-            default: one_row(call, row, FLOAT16);
-        }
+static void some_rows(void *data, int64_t first, int64_t end) {
+    const Rows *call = data;
+    for (int64_t row = first; row < end; row++) switch (call->kind) {
+        case FLOAT32: one_row(call, row, FLOAT32); break;
+        case BFLOAT16: one_row(call, row, BFLOAT16); break;
+        default: one_row(call, row, FLOAT16);
+    }
 }
 
-enum { ALONE = 1 << 15, SHARE = 1 << 12 };  // numbers: a call of fewer is for one thread; of one thread's turn
+enum { TURN = 1 << 12, COST = 256 };  // numbers of a turn; cost of a number
 
-static void run(Rows *call, int64_t numbers, Parallel parallel, int32_t num_threads) {
-    call->share = SHARE / (numbers / (call->num_rows ? call->num_rows : 1) + 1) + 1;
-    run_threads(all_rows, call, parallel, numbers < ALONE ? 1 : num_threads);
+// Below: program: where the call is recorded; NULL: it is run. Returns 0, or -1 without memory.
+static int submit(Rows rows, int64_t numbers, Program *program, Parallel parallel, int32_t num_threads) {
+    Program own = {0}, *to = program ? program : &own;
+    Rows *call = add_call(to, sizeof *call);
+    if (call) {
+        *call = rows;
+        int64_t turn = TURN / (numbers / (rows.num_rows ? rows.num_rows : 1) + 1) + 1;
+        add_phase(to, (Phase){some_rows, NULL, call, rows.num_rows, turn, COST * numbers});
+    }
+    return record_or_run(program, &own, parallel, num_threads);
 }
 
-// x [num_rows, size] float32 -> out, of `kind`.
-void norm_rows(const float *x, int64_t x_stride, int64_t num_rows, int64_t size, const float *gain, float eps,
-               uint8_t *out, int32_t kind, Parallel parallel, int32_t num_threads) {
-    Rows call = {NORM, kind, 0, (uint8_t *)x, out, x_stride, size, num_rows, size, gain, NULL, eps, 0, 0, 0, 0};
-    run(&call, num_rows * size, parallel, num_threads);
+// x [num_rows, size] float32 -> out, of `kind`; or out, float32, += it.
+int norm_rows(const float *x, int64_t x_stride, int64_t num_rows, int64_t size, const float *gain, float eps,
+              uint8_t *out, int64_t out_stride, int32_t kind, int32_t adds, Program *program, Parallel parallel, int32_t num_threads) {
+    Rows call = {adds ? ADD_NORM : NORM, kind, 0, (uint8_t *)x, out, x_stride, out_stride, num_rows, size, gain, NULL, eps, 0, 0};
+    return submit(call, num_rows * size, program, parallel, num_threads);
 }
 
 // x [num_rows, 2 * size], gate then up -> out [num_rows, size].
-void gate_rows(const uint8_t *x, int64_t x_stride, int64_t num_rows, int64_t size, int32_t activation, uint8_t *out,
-               int32_t kind, Parallel parallel, int32_t num_threads) {
-    Rows call = {GATE, kind, activation, (uint8_t *)x, out, x_stride, size, num_rows, size, NULL, NULL, 0, 0, 0, 0, 0};
-    run(&call, 4 * num_rows * size, parallel, num_threads);
+int gate_rows(const uint8_t *x, int64_t x_stride, int64_t num_rows, int64_t size, int32_t activation, uint8_t *out,
+              int32_t kind, Program *program, Parallel parallel, int32_t num_threads) {
+    Rows call = {GATE, kind, activation, (uint8_t *)x, out, x_stride, size, num_rows, size, NULL, NULL, 0, 0, 0};
+    return submit(call, 4 * num_rows * size, program, parallel, num_threads);
 }
 
 // x [num_rows, heads, size] in place; gain [2, size] or NULL; angles [num_rows, size / 2, (cos, sin)].
-void rotate_rows(uint8_t *x, int64_t x_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t size,
-                 const float *angles, const float *gain, float eps, int32_t kind, Parallel parallel,
-                 int32_t num_threads) {
-    Rows call = {ROTATE, kind, 0, x, x, x_stride, x_stride, num_rows, size, gain, angles, eps, num_heads, num_kv_heads,
-                 0, 0};
-    run(&call, num_rows * (num_heads + num_kv_heads) * size, parallel, num_threads);
+int rotate_rows(uint8_t *x, int64_t x_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t size,
+                const float *angles, const float *gain, float eps, int32_t kind, Program *program, Parallel parallel,
+                int32_t num_threads) {
+    Rows call = {ROTATE, kind, 0, x, x, x_stride, x_stride, num_rows, size, gain, angles, eps, num_heads, num_kv_heads};
+    return submit(call, num_rows * (num_heads + num_kv_heads) * size, program, parallel, num_threads);
 }

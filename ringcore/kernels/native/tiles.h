@@ -30,7 +30,6 @@ typedef struct {
 // What a chunk of 256 inputs of 16 outputs is unpacked to.
 typedef union {
     float weights[CHUNK][LANES];
-    Group groups[CHUNK / GROUP];
     Pairs pairs[CHUNK / GROUP];
 } __attribute__((aligned(64))) Chunk;
 
@@ -66,10 +65,10 @@ INLINE void pair_group(int kind, Group *group, Pairs *out) {
 INLINE void unpack_chunk(int kind, const Run *run, int64_t first, int num_groups, int form, Chunk *chunk) {
     int per_block = LAYOUTS[kind].inputs / GROUP;
     for (int i = 0; i < num_groups; i++) {
-        Group group, *to = form == ROUNDED ? &chunk->groups[i] : &group;
-        unpack(kind, run, (first + i) / per_block, (int)((first + i) % per_block), to);
+        Group group;
+        unpack(kind, run, (first + i) / per_block, (int)((first + i) % per_block), &group);
         if (form == FLOATS) expand_group(kind, &group, chunk->weights + GROUP * i);
-        else if (form == PAIRS) pair_group(kind, &group, &chunk->pairs[i]);
+        else pair_group(kind, &group, &chunk->pairs[i]);
     }
 }
 
@@ -94,47 +93,6 @@ INLINE void float_tile(int R, int S, const Chunk *chunks, int num_groups, const 
         for (int s = 0; s < S; s++)
             UNROLLED
             for (int r = 0; r < R; r++) memcpy(sums + stride * s + LANES * r + part, &sum[s][r], sizeof(Wide));
-    }
-}
-
-// Of one group and `half` of its inputs, or all; x: [R] words for each four inputs. dots [S][R].
-INLINE void dots_of_group(int R, int S, int halves, int half, const Chunk *chunks, int group, const int32_t *x, i32x16 (*dots)[TILE]) {
-    for (int j = halves ? 4 * half : 0; j < (halves ? 4 * half + 4 : 8); j++) {
-        u32x16 codes[2];
-        UNROLLED
-        for (int s = 0; s < S; s++) codes[s] = chunks[s].groups[group].codes[j];
-        UNROLLED
-        for (int r = 0; r < R; r++)
-            UNROLLED
-            for (int s = 0; s < S; s++) dots[s][r] = dot_bytes(dots[s][r], codes[s], x[j * R + r]);
-    }
-}
-
-INLINE void rounded_tile(int R, int S, int halves, int with_minima, const Chunk *chunks, int num_groups, const int32_t *x,
-                         float *sums, int64_t stride) {
-    for (int i = 0; i < num_groups; i++, x += WORDS * R) {
-        const float *of_row = (const float *)x + 8 * R;  // scale, sums
-        for (int half = 0; half < 1 + halves; half++) {
-            int sum_at = halves ? 1 + half : 3;
-            i32x16 dots[2][TILE];
-            UNROLLED
-            for (int r = 0; r < R; r++)
-                UNROLLED
-                for (int s = 0; s < S; s++) dots[s][r] = (i32x16){} + (with_minima ? 0 : x[(8 + sum_at) * R + r]);
-            dots_of_group(R, S, halves, half, chunks, i, x, dots);
-            UNROLLED
-            for (int s = 0; s < S; s++) {
-                const Group *group = &chunks[s].groups[i];
-                f32x16 scale = group->scales[half], minima = group->minima;
-                UNROLLED
-                for (int r = 0; r < R; r++) {
-                    f32x16 sum = floats_of(sums + stride * s + LANES * r);
-                    sum = fma16(__builtin_convertvector(dots[s][r], f32x16) * of_row[r], scale, sum);
-                    if (with_minima) sum = fma16(-minima, splat(of_row[sum_at * R + r]), sum);
-                    memcpy(sums + stride * s + LANES * r, &sum, 64);
-                }
-            }
-        }
     }
 }
 
@@ -193,22 +151,6 @@ INLINE void integer_tile(int R, int S, const Run *runs, int64_t num_groups, cons
         }
 }
 
-// Of one group with rounded inputs of one row.
-INLINE f32x16 add_rounded(int kind, const Group *group, const int32_t *x, f32x16 sum) {
-    const float *of_row = (const float *)x + 8;  // scale, sums
-    int halves = kind == Q6_K;
-    f32x16 scale = splat(of_row[0]);
-    UNROLLED
-    for (int half = 0; half < 1 + halves; half++) {
-        i32x16 dots = {};
-        UNROLLED
-        for (int j = halves ? 4 * half : 0; j < (halves ? 4 * half + 4 : 8); j++) dots = dot_bytes(dots, group->codes[j], x[j]);
-        if (!has_minima(kind)) dots += x[8 + (halves ? 1 + half : 3)];
-        sum = fma16(__builtin_convertvector(dots, f32x16), group->scales[half] * scale, sum);
-    }
-    return has_minima(kind) ? fma16(-group->minima, splat(of_row[3]), sum) : sum;
-}
-
 enum { AHEAD = 4096 };  // bytes: blocks of the K types are not read in order, which the processor does not foresee
 
 // Addresses may be past the end: nothing is read there.
@@ -216,8 +158,50 @@ INLINE void prefetch(const uint8_t *from, int64_t num_bytes) {
     for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i);
 }
 
+// Group `index` of a run with inputs of R rows, x [WORDS][R]: unpacked in registers, where the sums stay.
+INLINE void add_rounded(int kind, int R, const Run *run, int64_t block, int index, const int32_t *x, f32x16 *sum) {
+    const float *of_row = (const float *)x + 8 * R;  // scale, sums
+    int halves = kind == Q6_K ? 2 : 1, words = 8 / halves;
+    Group group;
+    unpack(kind, run, block, index, &group);
+    UNROLLED
+    for (int half = 0; half < halves; half++) {
+        i32x16 dots[TILE];
+        UNROLLED
+        for (int r = 0; r < R; r++) dots[r] = (i32x16){} + (has_minima(kind) ? 0 : x[(halves == 2 ? 9 + half : 11) * R + r]);
+        UNROLLED
+        for (int j = 0; j < words; j++)
+            UNROLLED
+            for (int r = 0; r < R; r++) dots[r] = dot_bytes(dots[r], group.codes[words * half + j], x[(words * half + j) * R + r]);
+        UNROLLED
+        for (int r = 0; r < R; r++)
+            sum[r] = fma16(__builtin_convertvector(dots[r], f32x16), group.scales[half] * of_row[r], sum[r]);
+    }
+    UNROLLED
+    for (int r = 0; r < R && has_minima(kind); r++) sum[r] = fma16(-group.minima, splat(of_row[3 * R + r]), sum[r]);
+}
+
+// sums [R][16] = the product of a run with R rows of rounded inputs. Of more rows than one the next run is prefetched:
+// these take so long that the processor sees no stream.
+INLINE void rounded_rows(int kind, int R, const Run *run, int64_t num_groups, const int32_t *x, float *sums) {
+    int64_t per_block = LAYOUTS[kind].inputs / GROUP, bytes = LANES * LAYOUTS[kind].bytes, blocks = num_groups / per_block;
+    f32x16 sum[TILE] = {};
+    for (int64_t block = 0; block < blocks; block++) {
+        if (R > 1) prefetch(run->blocks + bytes * (block + blocks), bytes);
+        else if (per_block > 1) prefetch(run->blocks + bytes * block + AHEAD, bytes);
+        if (R == 1) {
+            UNROLLED
+            for (int i = 0; i < per_block; i++, x += WORDS) add_rounded(kind, 1, run, block, i, x, sum + i % 2);
+        } else
+            for (int i = 0; i < per_block; i++, x += WORDS * R) add_rounded(kind, R, run, block, i, x, sum);
+    }
+    if (R == 1) sum[0] += sum[1];
+    UNROLLED
+    for (int r = 0; r < R; r++) memcpy(sums + LANES * r, &sum[r], 64);
+}
+
 // Of one row and all its inputs, which are unpacked in registers.
-INLINE f32x16 row_product(int kind, int is_rounded, const Run *run, int64_t num_groups, const float *x) {
+INLINE f32x16 row_product(int kind, const Run *run, int64_t num_groups, const float *x) {
     int per_block = LAYOUTS[kind].inputs / GROUP;
     const float *totals = x + GROUP * num_groups;
     f32x16 sums[4] = {};
@@ -227,11 +211,6 @@ INLINE f32x16 row_product(int kind, int is_rounded, const Run *run, int64_t num_
         for (int i = 0; i < per_block; i++) {
             Group group;
             unpack(kind, run, block, i, &group);
-            if (is_rounded) {
-                sums[i % 2] = add_rounded(kind, &group, (const int32_t *)x, sums[i % 2]);
-                x += WORDS;
-                continue;
-            }
             UNROLLED
             for (int half = 0; half < 2; half++) {
                 f32x16 dots[2] = {}, total = splat(totals[half]);

@@ -47,6 +47,16 @@ INLINE f32x16 e4m3_of(u32x16 words, int i) {
     return (f32x16)((top & 0x80000000) | (top >> 4 & 0x07f00000)) * 0x1p120f;
 }
 
+// The lowest 4 bits of each word, an FP4 number: exponents are 126 less than those of float32.
+INLINE f32x16 e2m1_of(u32x16 words) {
+#if defined(__AVX512F__)
+    const __m512 numbers = (__m512)(f32x16){0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    return (f32x16)_mm512_permutexvar_ps((__m512i)words, numbers);
+#else
+    return (f32x16)((words & 8) << 28 | (words & 7) << 22) * 0x1p126f;
+#endif
+}
+
 INLINE f32x16 floats_of_bytes(u8x16 bytes) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));
@@ -83,6 +93,13 @@ INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
 #else
     return a * b + c;
 #endif
+}
+
+INLINE int32_t sum_words(i32x16 words) {
+    typedef int32_t i32x4 __attribute__((vector_size(16)));
+    union { i32x16 all; i32x4 quarter[4]; } of = {words};
+    i32x4 sums = of.quarter[0] + of.quarter[1] + (of.quarter[2] + of.quarter[3]);
+    return sums[0] + sums[1] + (sums[2] + sums[3]);
 }
 
 // As many numbers as a register of the processor has.

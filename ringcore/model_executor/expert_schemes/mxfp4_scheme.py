@@ -15,6 +15,7 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import Mxfp4Format
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.model_executor import ops
+from ringcore.model_executor.expert_schemes.kernel_experts import ForDevice, KernelExperts, is_interleaved
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
 from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 from ringcore.model_executor.linear_schemes.arrangements import E2m1Blocks, ExponentsByGroup, run_of
@@ -25,6 +26,7 @@ from ringcore.model_executor.weight import Arrangement
 __all__ = ["Mxfp4Scheme"]
 
 _BLOCKS, _SCALES = E2m1Blocks(run_of(Mxfp4Format.group)), ExponentsByGroup()
+_OF_BLOCKS, _OF_SCALES = ForDevice(_BLOCKS, "E2M1"), ForDevice(_SCALES, "EXPONENTS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Mxfp4Scheme(ExpertsScheme):
     def weight(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ExpertWeight:
         """_blocks: [num_experts, num_outputs, groups, 16] uint8; _scales: [num_experts, num_outputs, groups] uint8."""
         blocks, exponents = tensors["_blocks"], tensors["_scales"]
+        if is_interleaved(blocks):
+            return KernelExperts(blocks, exponents, dtype)
         codes: Codes
         if ops.has_kernels(blocks.device):
             codes, scales = _BLOCKS.codes(blocks), _SCALES.scales(exponents)
@@ -47,4 +51,4 @@ class Mxfp4Scheme(ExpertsScheme):
         return QuantizedExperts(matrix, len(blocks), dtype)
 
     def arrangement(self, suffix: str) -> Arrangement:
-        return _BLOCKS if suffix == "_blocks" else _SCALES
+        return _OF_BLOCKS if suffix == "_blocks" else _OF_SCALES

@@ -73,6 +73,7 @@ class RMSNorm(WeightedLayer):
         self._derived = Derived()
         self._normalise: Callable[..., torch.Tensor]
         self._has_kernel: bool
+        self._add: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self.gain: torch.Tensor  # [size]: what rows are multiplied by
 
     def weights(self) -> list[Weight]:
@@ -90,6 +91,7 @@ class RMSNorm(WeightedLayer):
         elif (kernels := ops.cpu_kernels(weight.device)) is not None:
             gain, eps, dtype = derived.make(lambda: self.gain.float()), self.eps, weight.dtype
             self._normalise = lambda x: kernels.rms_norm(x.float(), gain, eps, dtype)
+            self._add = lambda x, to: kernels.add_rms_norm(x.float(), gain, eps, dtype, to)
         elif weight.dtype == torch.float32:
             self._normalise = bind_rms_norm(weight, self.eps, plus_one=self._plus_one, derived=derived)
         else:
@@ -114,6 +116,8 @@ class RMSNorm(WeightedLayer):
             from ringcore.kernels.rms_norm import rms_norm
 
             rms_norm(x, self.gain, self.eps, add_to=hidden.rows)
+        elif self._add is not None:
+            self._add(x, hidden.rows)
         else:
             hidden.rows.add_(self._normalise(x))
 

@@ -12,7 +12,7 @@ import torch
 
 from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.kernels.native.compiled import NoLibrary, load_compiled
-from ringcore.kernels.native.threads import KINDS, num_threads, parallel
+from ringcore.kernels.native.threads import KINDS, RUN_ARGUMENTS, check, how_to_run, num_threads, parallel
 from ringcore.model_executor.linear_schemes.codes import CodePlaces
 from ringcore.model_executor.weight import Arrangement
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 _KINDS = (  # in the order of the enum in C
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
-    *("NIBBLES", "BYTES", "E4M3"),
+    *("NIBBLES", "BYTES", "E4M3", "E2M1", "EXPONENTS"),
 )
 _FORMS = {"floats": 0, "rounded": 1, "pairs": 2, "integers": 3}
 _EPILOGUES = {"store": 0, "add": 1, "silu": 2}
@@ -62,7 +62,7 @@ class BlockKernels:
         self.product = library.blocks_product
         self.product.argtypes = (
             *(_pointer, _pointer, _int32, _int64, _int64, _pointer, ctypes.c_float),
-            *(_pointer, _int32, _int64, _int32, _pointer, _int32),
+            *(_pointer, _int32, _int64, _int32, *RUN_ARGUMENTS),
         )
         self.arrange = library.blocks_arrange
         self.arrange.argtypes = (_int32, _pointer, _int64, _int64, _int32, _pointer, _int32)
@@ -70,7 +70,6 @@ class BlockKernels:
         self.rows.argtypes = (_pointer, _pointer, _int64, _pointer)
         self._gather = library.blocks_gather
         self._gather.argtypes = (_pointer, _pointer, _pointer, _int64, _int64, _int32, _pointer, _pointer, _int32)
-        self._gather.restype = None
         self.parallel = parallel()
         self.have_pairs = bool(library.blocks_have_pairs())
 
@@ -78,7 +77,7 @@ class BlockKernels:
         """rows: [num_outputs, bytes of a row] uint8, contiguous: by 16, in place, or back."""
         assert rows.is_contiguous()
         threads = self.parallel, num_threads()
-        _check(self.arrange(_KINDS.index(kind), rows.data_ptr(), *rows.shape, is_restored, *threads))
+        check(self.arrange(_KINDS.index(kind), rows.data_ptr(), *rows.shape, is_restored, *threads))
 
     def gather(self, places: CodePlaces, bits: int, rows: torch.Tensor) -> None:
         """Fills rows, [num_outputs, num_inputs * bits / 8] uint8, with codes of 4 or 8 bits as NIBBLES or BYTES have
@@ -86,7 +85,7 @@ class BlockKernels:
         out_at, in_at = places.out_at.contiguous(), places.in_at.contiguous()
         assert out_at.dtype == in_at.dtype == torch.int64
         at = places.storage.data_ptr(), out_at.data_ptr(), in_at.data_ptr(), len(out_at), len(in_at)
-        self._gather(*at, bits, rows.data_ptr(), self.parallel, num_threads())
+        check(self._gather(*at, bits, rows.data_ptr(), self.parallel, num_threads()))
 
 
 @functools.cache
@@ -146,9 +145,9 @@ def exact_form(dtype: torch.dtype) -> Literal["floats", "pairs"]:
 @dataclass(frozen=True, slots=True)
 class RunScales:
     """scales: [runs of 16 outputs, scales of an output, 16] float32; zeros: likewise uint8. A scale is of 2^shift
-    groups of 32 inputs."""
+    groups of 32 inputs. E2M1 has exponents in place of zeros, and no scales."""
 
-    scales: torch.Tensor
+    scales: torch.Tensor | None
     zeros: torch.Tensor
     shift: int
 
@@ -176,9 +175,9 @@ class KernelMatrix:
             self.num_inputs,
             rows.shape[1],
             None if bias is None else bias.data_ptr(),
-            None if scales is None else scales.scales.data_ptr(),
+            None if scales is None or scales.scales is None else scales.scales.data_ptr(),
             None if scales is None else scales.zeros.data_ptr(),
-            0 if scales is None else scales.scales[0].numel(),
+            0 if scales is None else scales.zeros[0].numel(),
             _KINDS.index(layout.kind),
             _FORMS[layout.form],
             0 if scales is None else scales.shift,
@@ -203,7 +202,7 @@ class KernelMatrix:
         assert x.dtype == torch.bfloat16 or not self._has_pairs
         assert y.dtype == torch.float32 or epilogue != "add"
         kernels = self._kernels
-        _check(
+        check(
             kernels.product(
                 self._address,
                 x.data_ptr(),
@@ -216,8 +215,7 @@ class KernelMatrix:
                 KINDS[y.dtype],
                 y.stride(0),
                 _EPILOGUES[epilogue],
-                kernels.parallel,
-                num_threads(),
+                *how_to_run(),
             )
         )
         return y
@@ -226,10 +224,5 @@ class KernelMatrix:
         """index: [n] int64 -> the weights of these outputs: [n, num_inputs] float32, to the last bit."""
         index = index.contiguous()
         found = torch.empty(len(index), self.num_inputs)
-        _check(self._kernels.rows(self._address, index.data_ptr(), len(index), found.data_ptr()))
+        check(self._kernels.rows(self._address, index.data_ptr(), len(index), found.data_ptr()))
         return found
-
-
-def _check(status: int) -> None:
-    if status:
-        raise MemoryError("no memory for a product of packed weights")

@@ -59,4 +59,6 @@ class FusedMatrices:
             }
             bias = tensors.pop(shard.weight(BIAS).name) if shard.has_bias else None
             products.append(scheme.product(shard, own, bias if adds_bias else None, updatable))
-        return products[0] if len(products) == 1 else SideBySide(products)
+        if len(products) == 1:
+            return products[0]
+        return SideBySide(products, [sum(each.length for each in shard.outputs) for shard, _ in self._matrices])

@@ -10,6 +10,7 @@ import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
+from ringcore.model_executor import ops
 from ringcore.model_executor.residual import Norm, Residual
 
 __all__ = ["Gate", "Product", "SideBySide"]
@@ -59,12 +60,18 @@ class Product(ABC):
 class SideBySide(Product):
     """Several products of the same x, concatenated: a fused layer whose matrices are of different schemes."""
 
-    def __init__(self, products: Sequence[Product]) -> None:
-        self._products = products
+    def __init__(self, products: Sequence[Product], sizes: Sequence[int]) -> None:
+        """sizes: the outputs of each."""
+        self._products, self._sizes = products, list(sizes)
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
-        together = torch.cat([product(x, tokens) for product in self._products], -1)
-        return together if out is None else out.copy_(together)
+        if ops.has_kernels(x.device):  # which write whole rows
+            together = torch.cat([product(x, tokens) for product in self._products], -1)
+            return together if out is None else out.copy_(together)
+        out = x.new_empty(len(x), sum(self._sizes)) if out is None else out
+        for product, part in zip(self._products, torch.split_with_sizes(out, self._sizes, 1), strict=True):
+            product(x, tokens, part)
+        return out
 
     def refresh(self) -> None:
         for product in self._products:

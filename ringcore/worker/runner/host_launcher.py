@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -174,7 +175,7 @@ class HostLauncher(StepLauncher):
         A token's keys and values flow into its own hidden state, so this check covers the KV cache: another request may
         get the block next, and attention needs finite values even at the positions that it masks.
         """
-        if torch.isfinite(hidden.sum(dtype=torch.float32)):
+        if math.isfinite(hidden.sum(dtype=torch.float32).item()):
             return
         stages = self._stages
         finite = torch.isfinite(hidden).all(dim=-1).numpy()

@@ -13,11 +13,16 @@ from safetensors.torch import load_file, save_file
 from thread_tp import on_all_ranks
 
 from ringcore.checkpoint import TensorIndex, find_model, read_model_spec
+from ringcore.checkpoint.quantization import Mxfp4Format
 from ringcore.checkpoint.quantization.contents import check_contents
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import InvalidRequestError, ModelLoadError
 from ringcore.families import FAMILIES
+from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts, is_interleaved
+from ringcore.model_executor.expert_schemes.mxfp4_scheme import Mxfp4Scheme
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
+from ringcore.model_executor.linear_schemes.codes import E2m1Codes
+from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 from ringcore.model_executor.loader import load_weights, pending_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers.folder_check import check_folder
@@ -97,7 +102,8 @@ def test_logits_are_those_of_the_expanded_model_in_4_25_bits(saved):
     assert model.report().fused["experts"] == 2
     assert expert_bytes(model) == 2 * 4 * 3 * 32 * 64 * 4.25 / 8
     for layer in model._model.model.layers:
-        assert isinstance(layer.mlp.experts.ringcore.matrices.up, QuantizedExperts)
+        kind = KernelExperts if is_interleaved(torch.empty(1, 16)) else QuantizedExperts
+        assert isinstance(layer.mlp.experts.ringcore.matrices.up, kind)
         assert layer.mlp.experts.gate_up_proj.is_meta, "nothing is expanded"
 
 
@@ -154,6 +160,7 @@ def test_new_blocks_and_scales_of_a_checkpoint_and_no_dense_ones(saved):
         for name, tensor in load_file(folder / "model.safetensors").items():
             update.take(name, tensor)
         update.check_complete()
+        update.finish()
         model.refresh()
         return dummy, step(model)
 
@@ -225,3 +232,32 @@ def test_every_code_and_scale_means_what_the_format_says():
     exact = NUMBERS[codes].double() * (torch.arange(255.0).double() - 127).exp2()[:, None]
     assert torch.equal(weight.numbers(torch.tensor([0]))[0], exact.float())
     assert CONFIG["quant_method"] == "mxfp4"
+
+
+@pytest.mark.skipif(not is_interleaved(torch.empty(1, 16)), reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_multiply_by_interleaved_blocks(dtype):
+    """Every code and exponent, of experts with no row, one, and more than a tile has."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (4, 48, 9, 16), dtype=torch.uint8, generator=generator)
+    exponents = torch.randint(117, 137, (4, 48, 9), dtype=torch.uint8, generator=generator)
+    scheme = Mxfp4Scheme(Mxfp4Format())
+    codes = E2m1Codes(blocks.clone().flatten(0, 1).flatten(1))
+    scales = exponents.clone().flatten(0, 1).view(torch.float8_e8m0fnu)
+    weights = QuantizedMatrix(codes, scales, Groups(32)).expanded(0, 4 * 48).view(4, 48, 288)
+    stored = {"_blocks": blocks.clone(), "_scales": exponents.clone()}
+    for suffix, tensor in stored.items():
+        scheme.arrangement(suffix).arrange(tensor)
+    experts = scheme.weight(stored, dtype)
+    assert torch.equal(experts.numbers(torch.tensor([3, 0])), weights[[3, 0]])
+    ends = torch.tensor([1, 1, 4, 25], dtype=torch.int32)
+    of_row = torch.arange(4).repeat_interleave(torch.tensor([1, 0, 3, 21]))
+    rows = torch.randn(25, 288, generator=generator).to(dtype)
+    expected = torch.einsum("noi,ni->no", weights[of_row].double(), rows.double())
+    sums = torch.einsum("noi,ni->no", weights[of_row].double().abs(), rows.double().abs())
+    error = (experts.product(rows, of_row, ends).double() - expected).abs()
+    assert (error <= 1e-5 * sums + torch.finfo(dtype).eps * expected.abs()).all()
+    for suffix, tensor in stored.items():
+        scheme.arrangement(suffix).restore(tensor)
+    assert torch.equal(stored["_blocks"], blocks)
+    assert torch.equal(stored["_scales"], exponents)
