@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.gpu_ceilings import Ceilings
-from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling
+from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling, shared_floor
 from benchmarks.gpu_options import MAX_MODEL_LEN, Deadline, add_engine_arguments, bytes_a_number, gpu_specs
 from benchmarks.harness import Benchmark, EngineSpec, Fleet, Plan, interleave, note
 from benchmarks.models import PublishedModel, find_published
+from benchmarks.peers.gpu_loops import SHARED_TOKENS
 from benchmarks.result import FAILED, Check, Findings, Limit, Measurement
 from benchmarks.turns import measurements_from_rows
 
@@ -25,6 +26,7 @@ __all__ = ["Gpu"]
 TURN_TIMEOUT_S, CEILINGS_TIMEOUT_S = 180.0, 120.0
 SETTLE_S = 4.0  # as any service has before its first request; ringcore captures rarer CUDA graphs meanwhile
 OFFLINE_REQUESTS, PREFILL_PROMPTS, PREFILL_TOKENS = 256, 64, MAX_MODEL_LEN - 1
+SHARED_REQUESTS = 512
 WARM_UP_TOKENS, WARM_UP_SHARE = 16, 8  # of the uncounted round: new tokens; one request in so many
 
 
@@ -42,12 +44,13 @@ DECODE_LOADS = (
     DecodeLoad(64, 1024, 256),
     DecodeLoad(256, 512, 256),
 )
-WHAT = ("decode", "prefill", "offline")
+WHAT = ("decode", "prefill", "offline", "shared")
 _COMMON_PARTS = ("decode 1", "decode 8", "decode 32", "decode 64", "offline")
 # What is measured of each model where nothing else is said; of the others `_COMMON_PARTS`.
 PARTS = {
     "Llama-3.2-1B": ("decode 1",),
-    "Qwen3-0.6B": ("decode 1", "decode 32", "decode 256", "offline"),
+    "Qwen3-0.6B": ("decode 1", "decode 32", "decode 256", "offline", "shared"),
+    "Qwen3-4B": (*_COMMON_PARTS, "shared"),
     "Qwen3-8B": ("decode 1", "decode 32", "decode 256", "prefill", "offline"),
 }
 
@@ -206,6 +209,10 @@ def make_cases(
             limit = prefill_ceiling(model, ceilings, size, PREFILL_PROMPTS, PREFILL_TOKENS)
             label = f"{shown}, prefill of {PREFILL_PROMPTS} prompts of {PREFILL_TOKENS:,} tokens"
             cases.append(Case(label, "prefill", _prefill_arguments, {"prompts": limit}))
+        elif part == "shared":
+            floor = shared_floor(model, ceilings, size, bytes_a_number, SHARED_REQUESTS)
+            label = f"{shown}, {SHARED_REQUESTS} requests that share {SHARED_TOKENS:,} tokens"
+            cases.append(Case(label, "shared", _shared_arguments, {"all requests": floor}))
         else:
             floor = offline_floor(model, ceilings, size, bytes_a_number, OFFLINE_REQUESTS)
             label = f"{shown}, offline, {OFFLINE_REQUESTS} requests"
@@ -236,6 +243,10 @@ def _offline_arguments(round_: int) -> dict[str, Any]:
     return {"num_requests": OFFLINE_REQUESTS if round_ else OFFLINE_REQUESTS // WARM_UP_SHARE, "turn": round_}
 
 
+def _shared_arguments(round_: int) -> dict[str, Any]:
+    return {"num_requests": SHARED_REQUESTS if round_ else SHARED_REQUESTS // WARM_UP_SHARE, "turn": round_}
+
+
 def _conditions(dtype: str, specs: Sequence[EngineSpec]) -> list[str]:
     share = specs[0].settings["memory_share"]
     return [
@@ -243,7 +254,8 @@ def _conditions(dtype: str, specs: Sequence[EngineSpec]) -> list[str]:
         f"max_model_len {MAX_MODEL_LEN:,}, {share:.0%} of the device's memory for each engine, all else its default.",
         "A step: greedy, prompts cached, (t(n tokens) - t(1 token)) / (n - 1) by the wall clock around the call. "
         "Offline: nano-vllm's benchmark, prompts and completions of 100 to 1,024 tokens, temperature 0.6. Prefill: one "
-        "token each. Before offline batches and prefill the prefix cache is emptied.",
+        "token each. Shared: greedy, all at once, 20 to 300 tokens of their own after the shared ones, 8 to 128 new. "
+        "Before offline batches, prefill and shared the prefix cache is emptied.",
         "The limits count with the rates at which a kernel that only reads, and a product of 8192 x 8192 matrices that "
         "is repeated until the clocks settle, ran in the same run.",
         "Every engine is a process of its own; all are loaded at once, and all but the one whose turn it is are "

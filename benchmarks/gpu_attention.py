@@ -14,6 +14,7 @@ from benchmarks.gpu import measure_ceilings
 from benchmarks.gpu_ceilings import Ceilings
 from benchmarks.gpu_options import Deadline, add_place_arguments
 from benchmarks.harness import Benchmark, Plan, interleave, note
+from benchmarks.peers.attention_backends import APART
 from benchmarks.result import FAILED, Check, Findings, Limit, Measurement
 from benchmarks.turns import measurements_from_rows
 from ringcore.config.options import ATTENTION_BACKENDS
@@ -37,18 +38,21 @@ class Case:
     high: int
     num_heads: int
     num_kv_heads: int = 8
+    shared: int = 0  # of the tokens: the first, which all sequences have in common
 
     @property
     def shown(self) -> str:
         tokens = f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"
         heads = f"{self.num_heads} query and {self.num_kv_heads} KV heads"
-        return f"{self.kind}, {self.num_seqs} x {tokens} tokens, {heads}"
+        shared = f", the first {self.shared:,} shared" if self.shared else ""
+        return f"{self.kind}, {self.num_seqs} x {tokens} tokens{shared}, {heads}"
 
     def shape(self, dtype: str, is_fp8: bool = False) -> dict[str, Any]:
         draw = random.Random(self.num_seqs)
         lens = [draw.randint(self.low, self.high) for _ in range(self.num_seqs)]
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_size": HEAD_SIZE}
-        return {"lens": lens, **heads, "block_size": BLOCK_SIZE, "dtype": dtype, "is_fp8": is_fp8}
+        shape = {"lens": lens, **heads, "block_size": BLOCK_SIZE, "dtype": dtype, "is_fp8": is_fp8}
+        return shape | ({"shared": self.shared} if self.shared else {})
 
 
 CASES = (
@@ -59,6 +63,11 @@ CASES = (
     Case("decode", 8, 32768, 32768, 32),
     Case("decode", 1, 32768, 32768, 16),
     Case("decode", 1, 640, 640, 16),
+    Case("decode", 256, 1020, 1300, 16, shared=992),
+    Case("decode", 256, 1020, 1300, 32, shared=992),
+    Case("decode", 64, 1020, 1300, 32, shared=992),
+    Case("decode", 16, 1020, 1300, 32, shared=992),
+    Case("decode", 8, 16400, 16700, 32, shared=16384),
     Case("prefill", 16, 1024, 1024, 16),
     Case("prefill", 4, 4096, 4096, 32),
 )
@@ -115,7 +124,7 @@ class _Session:
 
     def measure(self, case: Case, rounds: int, dtype: str, ceilings: Ceilings, *, is_fp8: bool = False) -> None:
         shape, shown = case.shape(dtype, is_fp8), case.shown + (FP8_NAME if is_fp8 else "")
-        able = [name for name in self._names if self._accepts(name, shape, is_fp8)]
+        able = [name for name in self._names_of(case) if self._accepts(name, shape, is_fp8)]
 
         def turn(name: str, round_: int) -> list[Any]:
             if name not in able:
@@ -134,6 +143,10 @@ class _Session:
         whole = {name: samples for name, samples in taken.items() if name in able}
         self._measurements += measurements_from_rows(whole, limits, prefix=f"{shown}, ")
 
+    def _names_of(self, case: Case) -> list[str]:
+        """The backend that reads a shared prefix once is also measured without that."""
+        return [*self._names, *(name + APART for name in self._names if case.shared and name == "triton")]
+
     @property
     def has_measured(self) -> bool:
         return bool(self._measurements)
@@ -151,10 +164,13 @@ class _Session:
         took_part = {name for measurement in self._measurements for name in measurement.samples}
         return Findings(
             measurements=self._measurements,
-            engines={name: self._facts for name in self._names if name in took_part},
+            engines=dict.fromkeys(sorted(took_part, key=self._place), self._facts),
             conditions=_conditions(dtype),
             checks=checks,
         )
+
+    def _place(self, name: str) -> tuple[int, str]:
+        return self._names.index(name.removesuffix(APART)), name
 
 
 def _limits(kind: str, ceilings: Ceilings) -> dict[str, Limit]:
@@ -172,5 +188,6 @@ def _conditions(dtype: str) -> list[str]:
         "Decode: one token of each sequence, in a CUDA graph, over caches that together do not fit the L2; what all "
         "layers of a step share is planned before, and the new tokens' keys are in the cache where the backend can "
         "be told so. Prefill: whole prompts that share nothing, their keys written on the way; products of the causal "
-        "half. KV in FP8: as kv_cache_dtype='fp8' stores it; the bytes read are codes and scales.",
+        "half. KV in FP8: as kv_cache_dtype='fp8' stores it; the bytes read are codes and scales. Shared: the first "
+        "blocks of all sequences are the same, and count once among the bytes read.",
     ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.gpu_ceilings import Ceilings
 from benchmarks.models import PublishedModel
-from benchmarks.peers.gpu_loops import offline_lengths
+from benchmarks.peers.gpu_loops import SHARED_TOKENS, offline_lengths, shared_lengths
 from benchmarks.result import Limit
 
-__all__ = ["decode_floor", "offline_floor", "prefill_ceiling"]
+__all__ = ["decode_floor", "offline_floor", "prefill_ceiling", "shared_floor"]
 
 
 class _Device:
@@ -54,14 +56,31 @@ def offline_floor(
     """Seconds for nano-vllm's workload: the cache that all decode steps read, the weights once for each step of the
     longest completion (of experts, those that its tokens are routed to), and the products of the prompts; nothing
     overlaps."""
+    return _batch_floor(model, _Device(ceilings, size), bytes_a_number, offline_lengths(num_requests))
+
+
+def shared_floor(model: PublishedModel, ceilings: Ceilings, size: int, bytes_a_number: int, num_requests: int) -> Limit:
+    """As `offline_floor`, of requests with a common prefix, which is computed once and read once in each step."""
     device = _Device(ceilings, size)
-    lengths = offline_lengths(num_requests)
-    cached = sum(model.kv_numbers_of_steps(prompt, new) for prompt, new in lengths)
+    return _batch_floor(model, device, bytes_a_number, shared_lengths(num_requests), SHARED_TOKENS)
+
+
+def _batch_floor(
+    model: PublishedModel,
+    device: _Device,
+    bytes_a_number: int,
+    lengths: Sequence[tuple[int, int]],
+    shared: int = 0,
+) -> Limit:
+    """lengths: of each request its prompt tokens, after `shared` ones, and its new tokens."""
     num_steps = max(new for _, new in lengths)
+    cached = sum(model.kv_numbers_of_steps(prompt, new) for prompt, new in lengths)
+    cached += num_steps * model.kv_numbers(shared)
     decoding = (sum(new > step for _, new in lengths) for step in range(num_steps))
     kv_s = device.read_s(cached * bytes_a_number)
     weights_s = device.read_s(sum(model.step_bytes(num_tokens, bytes_a_number) for num_tokens in decoding))
-    prompts_s = device.multiply_s(sum(_prompt_flops(model, prompt) for prompt, _ in lengths))
+    flops = sum(_prompt_flops(model, shared + prompt) - _prompt_flops(model, shared) for prompt, _ in lengths)
+    prompts_s = device.multiply_s(flops + _prompt_flops(model, shared))
     statement = (
         f"{kv_s:.2f} s to read the KV cache and {weights_s:.2f} s the weights, {num_steps:,} times, {device.shown}, "
         f"{prompts_s:.2f} s for the products of the prompts {device.shown_rate}, without overlap"

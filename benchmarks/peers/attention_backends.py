@@ -29,6 +29,7 @@ PAST_L2_BYTES = 256 << 20  # what is read again has been pushed out of the L2 by
 FILL_TOKENS = 1 << 15  # in one call, or one sequence where that is more
 MIN_CALLS = 10
 CHECKED_ROWS = 32
+APART = ", each reads its own"  # of a backend's name: sequences that share a prefix are not read together
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # of the norm: roundings of the weights
 
 
@@ -41,6 +42,7 @@ class Shape:
     block_size: int
     dtype: str
     is_fp8: bool = False  # keys and values
+    shared: int = 0  # the first tokens of each sequence, in the same blocks; a multiple of block_size
 
     @property
     def layer(self) -> AttentionSpec:
@@ -53,7 +55,8 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(self.lens) * self.spec.page_size_bytes // self.block_size
+        """What is shared counts once."""
+        return (sum(self.lens) - self.shared * (len(self.lens) - 1)) * self.spec.page_size_bytes // self.block_size
 
     @property
     def causal_flops(self) -> float:
@@ -76,10 +79,13 @@ class Bench:
         self.tables = np.zeros((len(needed), max(needed)), np.int32)
         for row, count in zip(self.tables, needed, strict=True):
             row[:count] = [ids.pop() for _ in range(count)]
+        num_shared = self.shape.shared // self.shape.block_size
+        self.tables[:, :num_shared] = self.tables[0, :num_shared]
         self.dtype = getattr(torch, self.shape.dtype)
         cache_shape = self.backend.kv_cache_shape(sum(needed) + 1)
         self.cache = torch.zeros(cache_shape, dtype=self.backend.storage_dtype, device=self.device)
         self.layer = self.shape.layer
+        self.prefix = [self.random(self.shape.shared, self.shape.num_kv_heads) for _ in range(2)]  # keys, values
 
     def metadata(self, first: int, end: int, new: list[int]) -> AttentionMetadata:
         """A step of the last `new` tokens of sequences first to end."""
@@ -110,6 +116,9 @@ class Bench:
         new = self.shape.lens[first:end]
         query = self.random(sum(new), self.shape.num_heads)
         key, value = (self.random(sum(new), self.shape.num_kv_heads) for _ in range(2))
+        for start in np.cumsum([0, *new[:-1]]).tolist():
+            for numbers, prefix in zip((key, value), self.prefix, strict=True):
+                numbers[start : start + len(prefix)] = prefix
         step = self.metadata(first, end, new)
         out = self.backend.forward(query, key, value, self.cache, step, self.backend.plan(step), self.layer)
         return query, key, value, out
@@ -158,7 +167,7 @@ class Backends:
         return dict(facts(PACKAGES))
 
     def refusal(self, backend: str, shape: dict[str, Any]) -> str | None:
-        return BACKENDS[backend].refusal(Shape(**shape).spec, [Shape(**shape).layer], self._device)
+        return _class_of(backend).refusal(Shape(**shape).spec, [Shape(**shape).layer], self._device)
 
     def measure(self, backend: str, kind: str, shape: dict[str, Any]) -> list[Row]:
         """kind "decode": one token of each sequence; "prefill": all tokens of each."""
@@ -167,12 +176,19 @@ class Backends:
         described = Shape(**shape)
         if backend not in self._prepared:
             torch.manual_seed(0)
-            bench = Bench(BACKENDS[backend](described.spec, [described.layer]), described, self._device)
+            made = _class_of(backend)(described.spec, [described.layer])
+            if backend.endswith(APART):
+                made._choose_prefix_tiling = lambda *_: None  # type: ignore[attr-defined]
+            bench = Bench(made, described, self._device)
             self._prepared[backend] = (prepare_decode if kind == "decode" else prepare_prefill)(bench)
         seconds = self._prepared[backend]()
         if kind == "decode":
             return [("KV cache read", "GB/s", described.kv_bytes / seconds / 1e9), ("a layer", "µs", seconds * 1e6)]
         return [("products", "TFLOP/s", described.causal_flops / seconds / 1e12), ("a layer", "µs", seconds * 1e6)]
+
+
+def _class_of(backend: str) -> Any:
+    return BACKENDS[backend.removesuffix(APART)]
 
 
 def prepare_decode(bench: Bench) -> Callable[[], float]:

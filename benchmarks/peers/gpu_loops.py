@@ -16,10 +16,21 @@ from typing import Any, ClassVar
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import Row, facts
 
-__all__ = ["OFFLINE_TEMPERATURE", "EngineChild", "offline_lengths", "run"]
+__all__ = [
+    "OFFLINE_TEMPERATURE",
+    "SHARED_TOKENS",
+    "EngineChild",
+    "offline_lengths",
+    "offline_workload",
+    "run",
+    "shared_lengths",
+    "shared_workload",
+]
 
 OFFLINE_TEMPERATURE = 0.6
 _OFFLINE_SEED, _OFFLINE_LOW, _OFFLINE_HIGH, _OFFLINE_TOP_TOKEN = 0, 100, 1024, 10_000
+# A service with a system prompt: what all prompts begin with, what follows, and what is generated.
+SHARED_TOKENS, _OWN_TOKENS, _SHARED_NEW = 1000, (20, 300), (8, 128)
 _FIRST_PROMPT = 16
 
 
@@ -79,6 +90,7 @@ class EngineChild(ABC):
         asleep = {"sleep": self.timed_sleep, "wake_up": self.timed_wake_up, "num_kv_tokens": self.num_kv_tokens}
         asleep["memory_parts"] = self.memory_parts
         loads = {"greedy": self.greedy, "decode": self.decode, "offline": self.offline, "prefill": self.prefill}
+        loads["shared"] = self.shared
         return {**own, **asleep, **loads}
 
     def load(self, model: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,6 +121,13 @@ class EngineChild(ABC):
         prompts, max_tokens = offline_workload(num_requests, turn, self._vocab_size)
         self.forget_prefixes()
         seconds = self._timed(prompts, max_tokens, OFFLINE_TEMPERATURE)
+        return [("all requests", "s", seconds), ("output", "tokens/s", sum(max_tokens) / seconds)]
+
+    def shared(self, num_requests: int, turn: int) -> list[Row]:
+        """Greedy requests that begin with the same tokens, all sent at once; the first computes them."""
+        prompts, max_tokens = shared_workload(num_requests, turn, self._vocab_size)
+        self.forget_prefixes()
+        seconds = self._timed(prompts, max_tokens)
         return [("all requests", "s", seconds), ("output", "tokens/s", sum(max_tokens) / seconds)]
 
     def prefill(self, num_prompts: int, prompt_tokens: int, turn: int) -> list[Row]:
@@ -164,6 +183,21 @@ def offline_lengths(num_requests: int) -> Sequence[tuple[int, int]]:
     """Of each request of `offline_workload`: prompt tokens, new tokens."""
     prompts, new = offline_workload(num_requests, 0, _OFFLINE_TOP_TOKEN + 1)
     return [(len(prompt), count) for prompt, count in zip(prompts, new, strict=True)]
+
+
+def shared_workload(num_requests: int, turn: int, vocab_size: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts that begin with the same SHARED_TOKENS tokens, and how many new tokens each gets; the lengths are the
+    same in every turn."""
+    draw = random.Random(1 + turn)
+    prefix = draw.choices(range(vocab_size), k=SHARED_TOKENS)
+    lengths = shared_lengths(num_requests)
+    return [prefix + draw.choices(range(vocab_size), k=own) for own, _ in lengths], [new for _, new in lengths]
+
+
+def shared_lengths(num_requests: int) -> Sequence[tuple[int, int]]:
+    """Of each request of `shared_workload`: prompt tokens after the shared ones, new tokens."""
+    draw = random.Random(0)
+    return [(draw.randint(*_OWN_TOKENS), draw.randint(*_SHARED_NEW)) for _ in range(num_requests)]
 
 
 def run(child: EngineChild) -> None:

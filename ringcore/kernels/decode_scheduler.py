@@ -29,19 +29,19 @@ import triton.language as tl
 
 from ringcore.kernels.page_layout import padded_head_size
 from ringcore.kernels.split_kv_combine import UNWRITTEN
+from ringcore.kernels.tile_ranges import (
+    COUNT,
+    FIRST_PROGRAM,
+    HEAD,
+    RECORD,
+    SEQ_LEN,
+    SEQUENCE,
+    SHARED,
+    TILE,
+    context_tiles,
+)
 
-__all__ = ["DecodeTileScheduler", "DecodeTiling", "context_tiles", "split_items"]
-
-# A program's record in `DecodeTileScheduler.tile_ranges`: where its range begins, and which program holds the first
-# split of that work item.
-SEQUENCE = tl.constexpr(0)  # sequence, KV head and tile of the work item where the range begins
-HEAD = tl.constexpr(1)
-TILE = tl.constexpr(2)
-COUNT = tl.constexpr(3)  # tiles in the range
-SEQ_LEN = tl.constexpr(4)  # of that sequence
-FIRST_PROGRAM = tl.constexpr(5)  # the program that has tile 0 of that work item
-FIRST_SPAN = tl.constexpr(6)  # with spans: the first span of that work item that this program does not have
-RECORD = tl.constexpr(8)
+__all__ = ["DecodeTileScheduler", "DecodeTiling", "split_items"]
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
 _FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
@@ -54,21 +54,9 @@ _PROGRAMS_PER_PLANNER = 8  # programs of the attention kernel that one program o
 
 
 @triton.jit
-def context_tiles(seq_len, window: tl.constexpr, chunk: tl.constexpr, tile_tokens: tl.constexpr):
-    """(the first visible token, its tile, the number of tiles from there): at least one tile, also for an empty
-    sequence."""
-    first = seq_len * 0
-    if window > 0:
-        first = tl.maximum(seq_len - window, 0)
-    if chunk > 0:
-        first = tl.maximum(seq_len - 1, 0) // chunk * chunk
-    first_tile = first // tile_tokens
-    return first, first_tile, tl.maximum(tl.cdiv(seq_len, tile_tokens) - first_tile, 1)
-
-
-@triton.jit
 def split_items(
     seq_lens,
+    shared_words,
     num_seqs,
     num_programs,
     num_kv_heads: tl.constexpr,
@@ -79,11 +67,14 @@ def split_items(
     skips_empty: tl.constexpr,
     seqs: tl.constexpr,
 ):
-    """-> of each of `seqs` sequences its length and a work item's tiles and splits; and whether programs have a split
-    each, else `used` of them ranges: the first `extra` of base + 1 tiles, the others of base."""
+    """-> of each of `seqs` sequences its length, its shared word, and a work item's tiles and splits; whether programs
+    have a split each, else `used` of them ranges: the first `extra` of base + 1 tiles, the others of base."""
     index = tl.arange(0, seqs)
     seq_len = tl.load(seq_lens + index, mask=index < num_seqs, other=0)
-    _, _, tiles = context_tiles(seq_len, window, chunk, tile_tokens)
+    shared = seq_len * 0
+    if shared_words is not None:
+        shared = tl.load(shared_words + index, mask=index < num_seqs, other=0)
+    _, _, tiles = context_tiles(seq_len, window, chunk, tile_tokens, shared)
     is_counted = index < num_seqs
     if skips_empty:
         # Sequences up to the last non-empty one count: a range crosses from one sequence to the next and skips none.
@@ -98,12 +89,13 @@ def split_items(
     splits = tl.cdiv(tiles, tl.maximum(max_tiles, 1))  # of a work item
     num_splits = tl.sum(splits, 0) * num_kv_heads
     by_item = num_splits <= num_programs  # one split per program
-    return seq_len, tiles, splits, by_item, tl.where(by_item, num_splits, used), base, extra
+    return seq_len, shared, tiles, splits, by_item, tl.where(by_item, num_splits, used), base, extra
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs"])
 def _plan_decode(
     seq_lens,
+    shared_words,  # or None
     tile_ranges,
     num_seqs,
     num_programs,
@@ -118,9 +110,10 @@ def _plan_decode(
 ):
     """Writes the tile ranges of `programs` programs. Each program sums all lengths itself: no program waits for
     another."""
-    seq_len, tiles, splits, by_item, used, base, extra = split_items(
-        seq_lens, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles, skips_empty, seqs
-    )
+    seq_len, shared, tiles, splits, by_item, used, base, extra = split_items(
+        seq_lens, shared_words, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles,
+        skips_empty, seqs,
+    )  # fmt: skip
     # In units (splits if by_item, else tiles): where each sequence ends, and where the ranges begin.
     units = tl.where(by_item, splits, tiles) * num_kv_heads
     ends = tl.cumsum(units, 0)
@@ -151,6 +144,8 @@ def _plan_decode(
     tl.store(record + COUNT, tl.where(program < used, count, 0), mask=in_bounds)
     tl.store(record + SEQ_LEN, tl.sum(tl.where(holds, seq_len[None, :], 0), 1), mask=in_bounds)
     tl.store(record + FIRST_PROGRAM, tl.where(by_item, item_at, owner), mask=in_bounds)
+    if shared_words is not None:
+        tl.store(record + SHARED, tl.sum(tl.where(holds, shared[None, :], 0), 1), mask=in_bounds)
 
 
 class DecodeTiling(NamedTuple):
@@ -209,6 +204,7 @@ class DecodeTileScheduler:
     tiling: DecodeTiling
     tile_ranges: torch.Tensor  # [num_programs, 8] int32: one record per program, written by `plan`
     partials: torch.Tensor  # [slots, group, v_head_size] int64: `pack_partial`; UNWRITTEN between launches
+    barrier: torch.Tensor  # [2] int32: of `grid_barrier`
     span_slots: ClassVar[int] = 0  # of a program, for partials of spans; 0: without spans a program has two slots
     local_shift: ClassVar[int] = 0  # of spans
 
@@ -242,6 +238,7 @@ class DecodeTileScheduler:
             tiling=tiling,
             tile_ranges=torch.zeros(num_programs, RECORD.value, dtype=torch.int32, device=device),
             partials=torch.full(shape, UNWRITTEN.value, dtype=torch.int64, device=device),
+            barrier=torch.zeros(2, dtype=torch.int32, device=device),
         )
 
     @property
@@ -263,11 +260,12 @@ class DecodeTileScheduler:
         elements = self.combine_rows() * padded_head_size(self.v_head_size) // (32 * self.tiling.num_warps)
         return max(min(self.tiling.partials_per_round, _MAX_ELEMENTS_PER_THREAD // elements), 1)
 
-    def plan(self, seq_lens: torch.Tensor, *, skips_empty: bool = False) -> None:
+    def plan(self, seq_lens: torch.Tensor, shared: torch.Tensor | None = None, *, skips_empty: bool = False) -> None:
         """Schedules sequences of seq_lens [num_seqs] int32 tokens, for all launches until the next `plan`.
 
         An empty sequence has one tile. skips_empty: the empty sequences after the last non-empty one get none: padding
-        comes last, while a stopped row may be anywhere.
+        comes last, while a stopped row may be anywhere. shared: the words of `SharedPrefixes`, [num_seqs] int32: a
+        context begins after the prefix that its group reads; without window and chunk.
 
         The kernel launches and ends as an ordinary one (no dependent launch), so everything written before it, and its
         own tile ranges, are visible to every later kernel, dependent launch or not.
@@ -275,9 +273,11 @@ class DecodeTileScheduler:
         num_seqs = seq_lens.shape[0]
         assert seq_lens.dtype == torch.int32
         assert num_seqs > 0
+        assert shared is None or (self.window is None and self.chunk is None and not self.span_slots)
         self._launch_plan(
             (triton.cdiv(self.num_programs, _PROGRAMS_PER_PLANNER),),
             seq_lens,
+            shared,
             self.tile_ranges,
             num_seqs,
             self.num_programs,

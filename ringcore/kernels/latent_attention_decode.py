@@ -13,20 +13,11 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.attention_tile import MASK_VALUE, score_factors, tile_blocks, token_offsets
-from ringcore.kernels.decode_scheduler import (
-    COUNT,
-    FIRST_PROGRAM,
-    HEAD,
-    RECORD,
-    SEQ_LEN,
-    SEQUENCE,
-    TILE,
-    DecodeTileScheduler,
-    DecodeTiling,
-)
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.page_layout import padded_head_size
 from ringcore.kernels.split_kv_combine import combine_partials, pack_partial
+from ringcore.kernels.tile_ranges import load_range
 
 __all__ = ["latent_attention_decode", "latent_attention_decode_reference", "latent_tile_scheduler"]
 
@@ -69,13 +60,7 @@ def _latent_attention_decode(
         gdc_launch_dependents()
     program = tl.program_id(0)
     # Written before the first kernel after `DecodeTileScheduler.plan` could start: see `paged_attention_decode`.
-    record = tile_ranges + program * RECORD
-    sequence = tl.load(record + SEQUENCE, cache_modifier=".cg")
-    head_block = tl.load(record + HEAD, cache_modifier=".cg")
-    tile = tl.load(record + TILE, cache_modifier=".cg")
-    left = tl.load(record + COUNT, cache_modifier=".cg")
-    seq_len = tl.load(record + SEQ_LEN, cache_modifier=".cg")
-    first_program = tl.load(record + FIRST_PROGRAM, cache_modifier=".cg")
+    sequence, head_block, tile, left, seq_len, first_program, _, _ = load_range(tile_ranges, program)
     row_size: tl.constexpr = rank + rope
     row = tl.arange(0, rows)[:, None]
     dim = tl.arange(0, width)[None, :]

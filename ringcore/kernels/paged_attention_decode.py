@@ -4,6 +4,8 @@ A program has a tile range (`decode_scheduler`). If its range covers a whole wor
 writes the result. Programs that share a work item write split-KV partials to a workspace, and the program that has the
 last tile of the work item combines them after its own range (`split_kv_combine`). (FlashAttention's split-KV decoding.)
 
+A prefix that sequences share is read for all of them first (`cascade_attention`); the ranges are of what follows it.
+
 With spans (`attention_spans`) a result has the same bits whatever the ranges are: see `span_scheduler`.
 """
 
@@ -17,32 +19,24 @@ import triton.language as tl
 
 from ringcore.kernels.attention_spans import FIXED_ROUNDINGS, SUMS, merge_partials, span_end, span_index, span_partial
 from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, score_factors, sink_share, tile_blocks
-from ringcore.kernels.decode_scheduler import (
-    COUNT,
-    FIRST_PROGRAM,
-    FIRST_SPAN,
-    HEAD,
-    RECORD,
-    SEQ_LEN,
-    SEQUENCE,
-    TILE,
-    DecodeTileScheduler,
-    context_tiles,
-)
+from ringcore.kernels.cascade_attention import PREFIXES, PrefixTensors, attend_shared_prefixes, merge_prefix
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler
 from ringcore.kernels.decode_tiles import next_tile, prefetch_first_tile
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.fp8_kv import dims_of_columns
 from ringcore.kernels.kv_write import check_rows
 from ringcore.kernels.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.shared_memory import prefer_carveout
+from ringcore.kernels.shared_prefixes import SharedPrefixes
 from ringcore.kernels.split_kv_combine import combine_partials, pack_partial
+from ringcore.kernels.tile_ranges import SPANS_SHIFT, context_tiles, load_range
 
 __all__ = ["paged_attention_decode"]
 
 _QUERY_BYTES = 16 << 10  # the largest query tile of which two fit in shared memory with two tiles of keys and values
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "span_rows"])
 def _paged_attention_decode(
     query,
     kv_cache,
@@ -52,10 +46,17 @@ def _paged_attention_decode(
     out,
     partials,
     sinks,  # or None
+    shared_words,  # this and the next five: None without shared prefixes
+    units,
+    members,
+    prefixes,
+    prefix_lse,
+    barrier,
     scale_log2,
     softcap_log2,  # or None
     query_stride,
     table_stride,
+    span_rows,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     rows: tl.constexpr,  # group, rounded up to a tl.dot tile
@@ -79,6 +80,7 @@ def _paged_attention_decode(
     threads: tl.constexpr,
     span_slots: tl.constexpr,  # of a program, for partials of spans; 0: no spans
     local_shift: tl.constexpr,  # of spans
+    passes: tl.constexpr,  # see `PrefixTensors.passes`
     pdl: tl.constexpr,
 ):
     """One loop over all tiles of the range, across work items: the keys of an item's first tiles are in flight while
@@ -92,14 +94,12 @@ def _paged_attention_decode(
         gdc_launch_dependents()
     program = tl.program_id(0)
     # The schedule and the tables are per step, not per layer: they were written before the first kernel after
-    # `DecodeTileScheduler.plan` could start, so they may be read before the wait. (.cg: the L1 cache may be stale.)
-    record = tile_ranges + program * RECORD
-    sequence = tl.load(record + SEQUENCE, cache_modifier=".cg")
-    kv_head = tl.load(record + HEAD, cache_modifier=".cg")
-    tile = tl.load(record + TILE, cache_modifier=".cg")
-    count = tl.load(record + COUNT, cache_modifier=".cg")
-    seq_len = tl.load(record + SEQ_LEN, cache_modifier=".cg")
-    first_program = tl.load(record + FIRST_PROGRAM, cache_modifier=".cg")
+    # `DecodeTileScheduler.plan` could start, so they may be read before the wait.
+    sequence, kv_head, tile, count, seq_len, first_program, first_span, shared = load_range(tile_ranges, program)
+    if shared_words is None:
+        shared = seq_len * 0
+    else:
+        prefix_spans = shared >> SPANS_SHIFT
     row = tl.arange(0, rows)
     dim = tl.arange(0, width)[None, :]
     in_bounds = (row < group)[:, None] & (dim < head_size)
@@ -110,7 +110,7 @@ def _paged_attention_decode(
     is_local: tl.constexpr = window + chunk > 0
 
     # Of tile i.
-    first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens)
+    first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens, shared)
     begin = (first_tile + tile) * tile_tokens
     tokens = seq_len - begin  # from the tile's first token to the end of the sequence
     tiles_left = num_tiles - 1 - tile  # in its work item
@@ -125,7 +125,7 @@ def _paged_attention_decode(
             threads,
         )  # fmt: skip
     if span_slots > 0:  # of the item where the range begins
-        first_slot, first_span = first_program * span_slots, tl.load(record + FIRST_SPAN, cache_modifier=".cg")
+        first_slot = first_program * span_slots
         num_partials = span_index(first_tile + num_tiles - 1, local_shift) + 2 - first_span
         mean_lse = tl.full([rows, 1], MASK_VALUE, tl.float32)
         mean = tl.zeros([rows, v_width], tl.float32)
@@ -141,12 +141,22 @@ def _paged_attention_decode(
     # Of tile i + 1.
     sequence, kv_head, tile = next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
     seq_len = tl.load(seq_lens + sequence, mask=count > 1, other=0)
-    if pdl:
-        gdc_wait()
+    if shared_words is None:
+        if pdl:
+            gdc_wait()
+    else:
+        shared = tl.load(shared_words + sequence, mask=count > 1, other=0)
+        scale_log2 = attend_shared_prefixes(
+            query, kv_cache, block_table, units, members, prefixes, prefix_lse, barrier, span_rows, scale_log2,
+            softcap_log2, query_stride, table_stride, num_kv_heads, group, block_size, head_size, v_head_size,
+            token_stride, value_offset, head_stride, page_size, width, v_width, tile_tokens, passes, pdl,
+        )  # fmt: skip
+        if passes == PREFIXES:
+            return
     row_max = tl.full([rows], MASK_VALUE, tl.float32)
     acc = tl.zeros([rows, v_width], tl.float32)
     for i in tl.range(0, count, num_stages=stages):
-        next_first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens)
+        next_first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens, shared)
         next_begin = (first_tile + tile) * tile_tokens
         next_tokens = seq_len - next_begin
         next_tiles_left = num_tiles - 1 - tile
@@ -157,6 +167,9 @@ def _paged_attention_decode(
         next_source = sequence.to(tl.int64) * query_stride + kv_head * group * head_size
         sequence, kv_head, tile = next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
         seq_len = tl.load(seq_lens + sequence, mask=i + 2 < count, other=0)
+        if shared_words is not None:
+            next_prefix_spans = shared >> SPANS_SHIFT
+            shared = tl.load(shared_words + sequence, mask=i + 2 < count, other=0)
 
         # Always masked: a second loop for the last tile of an item would wait for memory with no later load in flight.
         end = begin + tokens
@@ -183,8 +196,14 @@ def _paged_attention_decode(
                     mean, mean_lse = merge_partials(mean, mean_lse, result, lse)
                     result, lse, slot = mean, mean_lse, program * span_slots
             else:
-                result = tl.where(end > 0, acc / row_sum[:, None], 0.0)
-                lse = (row_max + tl.log2(row_sum))[:, None]
+                end_max, end_sum, end_acc = row_max, row_sum, acc
+                if shared_words is not None:  # where the range has the item's first tile
+                    end_max, end_sum, end_acc = merge_prefix(
+                        row_max, row_sum, acc, prefixes, prefix_lse, tl.where(is_shared, 0, prefix_spans),
+                        item * group, span_rows, rows, group, v_head_size, v_width,
+                    )  # fmt: skip
+                result = tl.where(end > 0, end_acc / end_sum[:, None], 0.0)
+                lse = (end_max + tl.log2(end_sum))[:, None]
                 slot = 2 * program + (i >= inherited_tiles).to(tl.int32)
             if is_item_end & (i >= inherited_tiles):
                 if sinks is not None:
@@ -204,6 +223,8 @@ def _paged_attention_decode(
         source = next_source
         blocks, item, page, begin = next_blocks, next_item, next_page, next_begin
         first, tokens, tiles_left = next_first, next_tokens, next_tiles_left
+        if shared_words is not None:
+            prefix_spans = next_prefix_spans
     if combines:
         item_sinks = None if sinks is None else sinks + combined_item % num_kv_heads * group
         combined = combine_partials(
@@ -226,6 +247,7 @@ def paged_attention_decode(
     tile_scheduler: DecodeTileScheduler,
     scale: float,
     *,
+    shared: SharedPrefixes | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -237,8 +259,9 @@ def paged_attention_decode(
     kv_cache: as in `page_layout`, with the keys and values of these tokens already written.
     block_table: [num_seqs or more, max_blocks] int32. seq_lens: [num_seqs] int32, as passed to `tile_scheduler.plan`;
     the output of an empty sequence is zeros, or not written where the schedule has no tile for it. scale: of the
-    scores, above 0. softcap: each score becomes softcap * tanh(score / softcap). sinks: [num_heads], in any float
-    dtype: each query head's logit without a value. out: [num_seqs, num_heads, v_head_size], contiguous. Returns `out`.
+    scores, above 0. shared: what was found for these tables and passed to `tile_scheduler.plan`, or None. softcap: each
+    score becomes softcap * tanh(score / softcap). sinks: [num_heads], in any float dtype: each query head's logit
+    without a value. out: [num_seqs, num_heads, v_head_size], contiguous. Returns `out`.
     `tile_scheduler.plan` read the same numbers in the same step: writes to the tables after it may not be visible.
     """
     num_seqs, num_heads, head_size = check_rows(query)
@@ -250,46 +273,50 @@ def paged_attention_decode(
     assert block_table.shape[0] >= num_seqs == len(seq_lens)
     assert block_table.stride(1) == 1
     assert {block_table.dtype, seq_lens.dtype} == {torch.int32}
+    assert shared is None or shared.prefixes.shape[1:] == (num_seqs, num_heads, page.v_head_size)
     out_shape = (num_seqs, num_heads, page.v_head_size)
     out = query.new_empty(out_shape) if out is None else out
     assert out.shape == out_shape
     assert out.is_contiguous()
     width, rows = padded_head_size(head_size), tile_scheduler.tile_rows
-    scale_log2, softcap_log2 = score_factors(scale, softcap)
-    pdl = supports_pdl(query.device)
-    kernel = _paged_attention_decode[(tile_scheduler.num_programs,)](
-        query,
-        kv_cache,
-        block_table,
-        seq_lens,
-        tile_scheduler.tile_ranges,
-        out,
-        tile_scheduler.partials,
-        sinks,
-        scale_log2,
-        softcap_log2,
-        query.stride(0),
-        block_table.stride(0),
-        **page._asdict(),
-        group=tile_scheduler.group,
-        rows=rows,
-        combine_rows=tile_scheduler.combine_rows(),
-        partials_per_round=tile_scheduler.partials_per_round(),
-        width=width,
-        v_width=padded_head_size(page.v_head_size),
-        window=tile_scheduler.window or 0,
-        chunk=tile_scheduler.chunk or 0,
-        tile_tokens=tile_scheduler.tiling.tile_tokens,
-        stages=tile_scheduler.tiling.stages if rows * width * query.element_size() <= _QUERY_BYTES else 1,
-        contiguous_tokens=math.gcd(page.block_size, tile_scheduler.tiling.tile_tokens),
-        threads=32 * tile_scheduler.tiling.num_warps,
-        span_slots=tile_scheduler.span_slots,
-        local_shift=tile_scheduler.local_shift,
-        pdl=pdl,
-        num_warps=tile_scheduler.tiling.num_warps,
-        **(FIXED_ROUNDINGS if tile_scheduler.span_slots else {}),
-        **launch_options(pdl),
-    )
+    pdl, tiling = supports_pdl(query.device), tile_scheduler.tiling
+    prefixes = PrefixTensors.of(shared, tile_scheduler.barrier)
+    for passes in prefixes.passes():
+        kernel = _paged_attention_decode[(tile_scheduler.num_programs,)](
+            query,
+            kv_cache,
+            block_table,
+            seq_lens,
+            tile_scheduler.tile_ranges,
+            out,
+            tile_scheduler.partials,
+            sinks,
+            *prefixes,
+            *score_factors(scale, softcap),
+            query.stride(0),
+            block_table.stride(0),
+            num_seqs * num_heads,
+            **page._asdict(),
+            group=tile_scheduler.group,
+            rows=rows,
+            combine_rows=tile_scheduler.combine_rows(),
+            partials_per_round=tile_scheduler.partials_per_round(),
+            width=width,
+            v_width=padded_head_size(page.v_head_size),
+            window=tile_scheduler.window or 0,
+            chunk=tile_scheduler.chunk or 0,
+            tile_tokens=tiling.tile_tokens,
+            stages=tiling.stages if rows * width * query.element_size() <= _QUERY_BYTES else 1,
+            contiguous_tokens=math.gcd(page.block_size, tiling.tile_tokens),
+            threads=32 * tiling.num_warps,
+            span_slots=tile_scheduler.span_slots,
+            local_shift=tile_scheduler.local_shift,
+            passes=passes,
+            pdl=pdl,
+            num_warps=tiling.num_warps,
+            **(FIXED_ROUNDINGS if tile_scheduler.span_slots else {}),
+            **launch_options(pdl),
+        )
     if pdl:
-        prefer_carveout(kernel, tile_scheduler.tiling.programs_per_sm, query.device)
+        prefer_carveout(kernel, tiling.programs_per_sm, query.device)
     return out

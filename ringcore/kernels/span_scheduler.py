@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.attention_spans import local_shift, span_end, span_index, span_start, span_tile_tokens, span_warps
-from ringcore.kernels.decode_scheduler import (
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling, split_items
+from ringcore.kernels.page_layout import padded_head_size
+from ringcore.kernels.tile_ranges import (
     COUNT,
     FIRST_PROGRAM,
     FIRST_SPAN,
@@ -30,12 +32,8 @@ from ringcore.kernels.decode_scheduler import (
     SEQ_LEN,
     SEQUENCE,
     TILE,
-    DecodeTileScheduler,
-    DecodeTiling,
     context_tiles,
-    split_items,
 )
-from ringcore.kernels.page_layout import padded_head_size
 
 __all__ = ["SpanTileScheduler", "span_tiling"]
 
@@ -98,7 +96,7 @@ def _begin(
     extra = tl.where(by_item, item_tiles % item_units, extra)
     first_split, origin = tl.where(by_item, at - in_item, 0), tl.where(by_item, 0, before)
     tile = tl.where(by_item, _range_start(in_item, base, extra), in_item)
-    first_tile = context_tiles(length, window, chunk, tile_tokens)[1]
+    first_tile = context_tiles(length, window, chunk, tile_tokens, length * 0)[1]
     # A range that begins early in a long item would have more spans than slots: it begins with the item, or later.
     if local_shift > 0:
         preferred = item_tiles * 0
@@ -118,6 +116,7 @@ def _begin(
 @triton.jit(do_not_specialize=["num_seqs", "num_programs"])
 def _plan_spans(
     seq_lens,
+    shared_words,  # None: with a shared prefix the sums would be in another order
     tile_ranges,
     num_seqs,
     num_programs,
@@ -132,9 +131,10 @@ def _plan_spans(
     local_shift: tl.constexpr,
 ):
     """Writes the tile ranges of `programs` programs, as `_plan_decode` does; each ends where the next one begins."""
-    seq_len, tiles, splits, by_item, _, base, extra = split_items(
-        seq_lens, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles, skips_empty, seqs
-    )
+    seq_len, _, tiles, splits, by_item, _, base, extra = split_items(
+        seq_lens, shared_words, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles,
+        skips_empty, seqs,
+    )  # fmt: skip
     program = tl.program_id(0) * programs + tl.arange(0, programs)
     sequence, head, tile, place, length, first_program, first_span = _begin(
         program, seq_len, tiles, splits, by_item, base, extra, num_kv_heads, window, chunk, tile_tokens, local_shift

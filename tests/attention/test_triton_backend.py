@@ -1,4 +1,5 @@
-"""Plans of the triton backend beyond the common suite: of graphs of mixed steps, and of prompts that cuDNN takes."""
+"""Plans of the triton backend beyond the common suite: of graphs of mixed steps, of sequences that share a prefix, and
+of prompts that cuDNN takes."""
 
 from __future__ import annotations
 
@@ -60,6 +61,45 @@ def test_a_mixed_step_planned_on_the_device(name: str, case: list[tuple[int, int
     if not HAS_GPU and is_long:
         pytest.skip("takes the interpreter too long")
     run_case(MixedBench(name, spec_of(16, 2, window=window), 4), case)
+
+
+class DecodeBench(Bench):
+    """Plans as a graph of decoding steps does."""
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        arrays = metadata.seq_lens_cpu, metadata.block_table_cpu
+        return self.backend.plan_on_device(*(torch.from_numpy(array).to(self.device) for array in arrays))
+
+
+@pytest.mark.parametrize(
+    "kind", [MixedBench, *(pytest.param(one, marks=pytest.mark.long_form) for one in (Bench, DecodeBench))]
+)
+def test_decodes_that_share_a_prefix(monkeypatch: pytest.MonkeyPatch, kind: type[Bench]) -> None:
+    """Eight of nine do; beside them are a chunk, and none in a step of decodes alone."""
+    from ringcore.kernels import prefix_tiling
+
+    monkeypatch.setattr(prefix_tiling, "_MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(prefix_tiling, "_MAX_SPANS", 2)
+    planned, num_shared, own = [], 256, [1, 20, 64, 3, 2, 1, 5, 9]
+    bench = Bench("triton", spec_of(16, 1, "float16"), 2)
+    bench.allocate([*(num_shared + n + 1 for n in own), 70, 9], consecutive=False)
+    bench.check([(0, num_shared)])
+    first = bench.sequences[0]
+    for sequence in bench.sequences[1:8]:
+        sequence.blocks[: num_shared // 16] = first.blocks[: num_shared // 16]
+        sequence.keys, sequence.values = first.keys, first.values
+    bench.check([*enumerate(own), (8, 69), (9, 4)])
+    decoding = kind("triton", spec_of(16, 1, "float16"), 2)
+    decoding.cache, decoding.sequences = bench.cache, bench.sequences
+
+    def plan(metadata: AttentionMetadata) -> object:
+        planned.append(kind.plan(decoding, metadata))
+        return planned[-1]
+
+    decoding.plan = plan
+    decoding.check([(i, 1) for i in range(9)] + ([] if kind is DecodeBench else [(9, 5)]))
+    (step,) = planned
+    assert step.decodes.shared.tiles[:9].tolist() == [4] * 8 + [0]
 
 
 PROMPTS_AMONG_OTHERS = [(40, 1), (0, 33), (0, 33), (0, 32), (0, 5), (16, 40), (0, 70)]

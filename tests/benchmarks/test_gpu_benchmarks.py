@@ -21,13 +21,13 @@ from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.gpu import Gpu, chosen_parts
 from benchmarks.gpu_attention import GpuAttention
 from benchmarks.gpu_ceilings import Ceilings
-from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling
+from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling, shared_floor
 from benchmarks.gpu_options import Deadline
 from benchmarks.gpu_profile import ALL_REQUESTS, GpuProfile, grouped, rows_of, short_name
 from benchmarks.gpu_startup import GpuStartup
 from benchmarks.harness import engine_specs
 from benchmarks.models import MODELS, find_published
-from benchmarks.peers.gpu_loops import EngineChild, offline_lengths, offline_workload
+from benchmarks.peers.gpu_loops import EngineChild, offline_lengths, offline_workload, shared_lengths, shared_workload
 from benchmarks.peers.profile_ringcore import spans
 from benchmarks.result import Findings
 
@@ -37,10 +37,11 @@ MACHINE = Ceilings(read_bytes_per_s=4.69e12, gemm_flops_per_s=687e12)
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.MODELS, "tiny", TINY)
-    monkeypatch.setitem(gpu.PARTS, "tiny", ("decode 1", "decode 3", "prefill", "offline"))
+    monkeypatch.setitem(gpu.PARTS, "tiny", ("decode 1", "decode 3", "prefill", "offline", "shared"))
     monkeypatch.setattr(gpu, "DECODE_LOADS", (gpu.DecodeLoad(1, 16, 8), gpu.DecodeLoad(3, 32, 8)))
     monkeypatch.setattr(gpu, "WARM_UP_TOKENS", 2)
     monkeypatch.setattr(gpu, "OFFLINE_REQUESTS", 2)
+    monkeypatch.setattr(gpu, "SHARED_REQUESTS", 16)
     monkeypatch.setattr(gpu, "PREFILL_PROMPTS", 8)
     monkeypatch.setattr(gpu, "PREFILL_TOKENS", 31)
     monkeypatch.setattr(gpu, "SETTLE_S", 0.01)
@@ -107,6 +108,8 @@ def test_floors_are_what_must_be_read_and_multiplied() -> None:
     assert offline_floor(small, MACHINE, 1, 2, 256).value == pytest.approx(3.42, abs=0.05)
     assert offline_floor(large, MACHINE, 1, 2, 256).value == pytest.approx(10.04, abs=0.1)
     assert prefill_ceiling(large, MACHINE, 1, 64, 4095).value == pytest.approx(45_500, rel=0.01)
+    # 512 x 160 prompt and 68 new tokens. Were the shared ones read by each request, that alone would take 0.9 s.
+    assert shared_floor(small, MACHINE, 1, 2, 512).value == pytest.approx(0.348, abs=1e-3)
 
 
 def test_the_offline_workload_is_nano_vllms() -> None:
@@ -117,6 +120,15 @@ def test_the_offline_workload_is_nano_vllms() -> None:
     assert [len(prompt) for prompt in first] == [len(prompt) for prompt in again]
     assert all(a != b for a, b in zip(first[0], again[0], strict=True))
     assert max(map(max, offline_workload(2, 3, 100)[0])) < 100
+
+
+def test_the_shared_workload_begins_alike() -> None:
+    prompts, new = shared_workload(9, 1, 5000)
+    assert [(len(prompt) - 1000, count) for prompt, count in zip(prompts, new, strict=True)] == shared_lengths(9)
+    assert all(20 <= own <= 300 and 8 <= count <= 128 for own, count in shared_lengths(512))
+    assert len({tuple(prompt[:1000]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[1000:1020]) for prompt in prompts}) == 9
+    assert shared_workload(9, 2, 5000)[0][0][:1000] != prompts[0][:1000]
 
 
 class CountingEngine(EngineChild):
@@ -165,7 +177,8 @@ def test_offline_and_prefill_find_no_prefix() -> None:
     assert rows["output"] * rows["all requests"] == pytest.approx(sum(offline_workload(2, 1, 50)[1]))
     child.prefill(3, 7, turn=2)
     child.prefill(3, 7, turn=3)
-    assert [call == "forget" for call in child.calls] == [True, False] * 3
+    child.shared(3, turn=1)
+    assert [call == "forget" for call in child.calls] == [True, False] * 4
     assert child.calls[1][2] == 0.6
     assert child.calls[3][0] != child.calls[5][0]
     assert child.calls[5][1] == [1, 1, 1]
@@ -208,7 +221,7 @@ def test_options_choose_what_is_measured(capsys: pytest.CaptureFixture[str]) -> 
     assert chosen_parts("decode,offline", None) == ["decode 1", "decode 3", "offline"]
     assert chosen_parts("decode", "3") == ["decode 3"]
     assert chosen_parts("prefill", None) == ["prefill"]
-    with pytest.raises(BenchmarkError, match="no 'speed'; there are: decode, prefill, offline"):
+    with pytest.raises(BenchmarkError, match="no 'speed'; there are: decode, prefill, offline, shared"):
         chosen_parts("speed", None)
     with pytest.raises(BenchmarkError, match="--batches 2: no '2'; there are: 1, 3"):
         chosen_parts("decode", "2")
@@ -232,12 +245,14 @@ def test_two_engines_take_turns_at_every_case(fake: str) -> None:
         "tiny, prefill of 8 prompts of 31 tokens, prompts, tokens/s",
         "tiny, offline, 2 requests, all requests, s",
         "tiny, offline, 2 requests, output, tokens/s",
+        "tiny, 16 requests that share 1,000 tokens, all requests, s",
+        "tiny, 16 requests that share 1,000 tokens, output, tokens/s",
     ]
     assert all({name: len(taken) for name, taken in one.items()} == {"ringcore": 2, "vllm": 2} for one in rows.values())
     assert list(findings.engines) == ["ringcore", "vllm"]
     assert findings.engines["vllm"]["settings"]["memory_share"] == 0.02
     limited = [one.name.rpartition(", ")[2] for one in findings.measurements if one.limit]
-    assert limited == ["a step", "a step", "prompts", "all requests"]
+    assert limited == ["a step", "a step", "prompts", "all requests", "all requests"]
     assert not findings.checks
 
 
@@ -255,7 +270,7 @@ def test_a_peer_that_fails_leaves_the_others_alone(fake: str, fault: str, failed
     assert check.name == failed
     assert check.value.startswith(reason)
     rows = samples_of(findings)
-    assert len(rows) == 7
+    assert len(rows) == 9
     assert all(one["ringcore"] for one in rows.values())
     assert [name for name, one in rows.items() if "vllm" in one] == (list(rows)[:2] if fault == "3" else [])
 
@@ -397,9 +412,10 @@ def test_attention_of_every_backend_that_can(monkeypatch: pytest.MonkeyPatch) ->
         "prefill, 2 x 40 tokens, 4 query and 2 KV heads, KV in FP8, a layer, µs",
     ]
     assert "torch_sdpa" in findings.engines
-    others = {"triton", "flash_attn", "triton_mla", "torch_mla"}  # of GPUs, and of latents
+    others = {"triton", "triton_rows", "flash_attn", "triton_mla", "torch_mla"}  # of GPUs, and of latents
     assert not others & set(findings.engines)
     refusals = {f"{name} refuses{stored}" for name in others for stored in ("", ", KV in FP8")}
+    refusals.add("cpu_attn refuses, KV in FP8")
     assert {check.name for check in findings.checks} == refusals
     with pytest.raises(BenchmarkError, match="--backends: no 'paper'"):
         run(GpuAttention, [], "--backends=paper")

@@ -3,9 +3,9 @@
 The cache of a layer is as in `ringcore.kernels.page_layout`: block b is one contiguous byte range in every shape, so
 layers of other shapes may share the same memory.
 
-Decodes (one token per sequence, first in the step) take the split-KV decode kernel, which balances their contexts over
-the device; other sequences take the prefill kernel, except long prompts without cached tokens, which take cuDNN's fused
-attention, unless a layer of the group has a softcap or sinks. Only the visible part of a context is read.
+Decodes (one token per sequence, first in the step) take the split-KV decode kernel, which balances them over the device
+and reads a common prefix of many once; others take the prefill kernel, but long prompts without cached tokens cuDNN's
+fused attention, unless a layer of the group has a softcap or sinks. Only the visible part of a context is read.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, HeadsSpec,
 
 if TYPE_CHECKING:
     from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
+    from ringcore.kernels.shared_prefixes import SharedPrefixes
 
 __all__ = ["TritonBackend"]
 
@@ -50,6 +51,7 @@ class _Decodes:
     seq_lens: torch.Tensor  # [num_decodes] int32
     block_table: torch.Tensor  # [num_decodes or more, max_num_blocks] int32
     tile_scheduler: DecodeTileScheduler  # planned for these sequences
+    shared: SharedPrefixes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,9 @@ class TritonBackend(AttentionBackend):
             page_layout,
             paged_attention_decode,
             paged_attention_prefill,
+            prefix_tiling,
             prompt_padding,
+            shared_prefixes,
         )
 
         self._kv_write = kv_write.kv_write
@@ -111,6 +115,8 @@ class TritonBackend(AttentionBackend):
         self._prefill = paged_attention_prefill.paged_attention_prefill
         self._choose_tiling = decode_scheduler.DecodeTiling.choose
         self._allocate_scheduler = decode_scheduler.DecodeTileScheduler.allocate
+        self._choose_prefix_tiling = prefix_tiling.PrefixTiling.choose
+        self._find_shared_prefixes = shared_prefixes.find_shared_prefixes
         self._cache_shape = page_layout.PageLayout.shape
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         self._chunk = spec.chunk_size if isinstance(spec, ChunkedAttentionSpec) else None
@@ -200,11 +206,13 @@ class TritonBackend(AttentionBackend):
     def _plan_decodes(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False
     ) -> _Decodes:
-        """skips_empty: trailing empty sequences get no tiles, and their output rows are not written: the programs that
-        had them would be the last to end."""
+        """skips_empty: trailing empty sequences get no tiles and no output: they would be the last to end."""
         tile_scheduler = self._tile_scheduler_for(len(seq_lens), seq_lens.device)
-        tile_scheduler.plan(seq_lens, skips_empty=skips_empty)
-        return _Decodes(seq_lens, block_table, tile_scheduler)
+        tiling = self._choose_prefix_tiling(tile_scheduler, len(seq_lens), self.spec.block_size, self.storage_dtype)
+        shared = None if tiling is None else self._find_shared_prefixes(block_table, seq_lens, tiling)
+        words = None if shared is None else shared.words
+        tile_scheduler.plan(seq_lens, words, skips_empty=skips_empty)
+        return _Decodes(seq_lens, block_table, tile_scheduler, shared)
 
     def _longest(self, max_query_len: int) -> int | None:
         """By which the tiles of prompts are chosen."""
@@ -266,6 +274,7 @@ class TritonBackend(AttentionBackend):
             *tables,
             decodes.tile_scheduler,
             scale,
+            shared=decodes.shared,
             softcap=softcap,
             sinks=sinks,
             out=out[:count],
