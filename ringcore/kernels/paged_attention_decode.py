@@ -30,7 +30,7 @@ from ringcore.kernels.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.shared_memory import prefer_carveout
 from ringcore.kernels.shared_prefixes import SharedPrefixes
 from ringcore.kernels.split_kv_combine import combine_partials, pack_partial
-from ringcore.kernels.tile_ranges import SPANS_SHIFT, context_tiles, load_range
+from ringcore.kernels.tile_ranges import SPANS_SHIFT, TILES_MASK, context_tiles, load_range
 
 __all__ = ["paged_attention_decode"]
 
@@ -104,8 +104,6 @@ def _paged_attention_decode(
     sequence, kv_head, tile, count, seq_len, first_program, first_span, shared = load_range(tile_ranges, program)
     if shared_words is None:
         shared = seq_len * 0
-    else:
-        prefix_spans = shared >> SPANS_SHIFT
     row = tl.arange(0, rows)
     dim = tl.arange(0, width)[None, :]
     in_bounds = (row < group)[:, None] & (dim < head_size)
@@ -119,7 +117,9 @@ def _paged_attention_decode(
     first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens, shared)
     begin = (first_tile + tile) * tile_tokens
     tokens = seq_len - begin  # from the tile's first token to the end of the sequence
-    tiles_left = num_tiles - 1 - tile  # in its work item
+    # In its work item; and the spans of its prefix, from bit SPANS_SHIFT on. One number for both: where they were two,
+    # Triton 3.6 and 3.7 took the spans of the first iteration for those of all.
+    left = num_tiles - 1 - tile + (shared & ~TILES_MASK)
     item = sequence.to(tl.int64) * num_kv_heads + kv_head
     page = kv_head * head_stride
     table = block_table + sequence.to(tl.int64) * table_stride
@@ -173,7 +173,7 @@ def _paged_attention_decode(
         next_first, first_tile, num_tiles = context_tiles(seq_len, window, chunk, tile_tokens, shared)
         next_begin = (first_tile + tile) * tile_tokens
         next_tokens = seq_len - next_begin
-        next_tiles_left = num_tiles - 1 - tile
+        next_left = num_tiles - 1 - tile + (shared & ~TILES_MASK)
         next_item = sequence.to(tl.int64) * num_kv_heads + kv_head
         next_page = kv_head * head_stride
         table = block_table + sequence.to(tl.int64) * table_stride
@@ -182,7 +182,6 @@ def _paged_attention_decode(
         sequence, kv_head, tile = next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
         seq_len = tl.load(seq_lens + sequence, mask=i + 2 < count, other=0)
         if shared_words is not None:
-            next_prefix_spans = shared >> SPANS_SHIFT
             shared = tl.load(shared_words + sequence, mask=i + 2 < count, other=0)
 
         # Always masked: a second loop for the last tile of an item would wait for memory with no later load in flight.
@@ -195,7 +194,7 @@ def _paged_attention_decode(
         )  # fmt: skip
 
         is_shared = i < inherited_tiles
-        is_item_end = tiles_left == 0
+        is_item_end = (left & TILES_MASK) == 0
         is_end = is_item_end | (i + 1 == count)
         ends = is_end
         if span_slots > 0:
@@ -213,7 +212,7 @@ def _paged_attention_decode(
                 end_max, end_sum, end_acc = row_max, row_sum, acc
                 if shared_words is not None:  # where the range has the item's first tile
                     end_max, end_sum, end_acc = merge_prefix(
-                        row_max, row_sum, acc, prefixes, prefix_lse, tl.where(is_shared, 0, prefix_spans),
+                        row_max, row_sum, acc, prefixes, prefix_lse, tl.where(is_shared, 0, left >> SPANS_SHIFT),
                         item * group, span_rows, rows, group, v_head_size, v_width,
                     )  # fmt: skip
                 result = tl.where(end > 0, end_acc / end_sum[:, None], 0.0)
@@ -236,9 +235,7 @@ def _paged_attention_decode(
         acc = tl.where(ends, 0.0, acc)
         source = next_source
         blocks, item, page, begin = next_blocks, next_item, next_page, next_begin
-        first, tokens, tiles_left = next_first, next_tokens, next_tiles_left
-        if shared_words is not None:
-            prefix_spans = next_prefix_spans
+        first, tokens, left = next_first, next_tokens, next_left
     if combines:
         item_sinks = None if sinks is None else sinks + combined_item % num_kv_heads * group
         combined = combine_partials(
