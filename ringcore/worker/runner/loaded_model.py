@@ -18,6 +18,7 @@ from ringcore.model_executor.arithmetic import arithmetic_of
 from ringcore.model_executor.loader import pending_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.base import CausalLM
+from ringcore.model_executor.models.eagle_head import EagleHead
 from ringcore.protocol.expert_placement import ExpertLoad
 from ringcore.worker.platforms.platform import Platform
 
@@ -75,22 +76,26 @@ class BuiltModel:
             redundant_experts=config.parallel.redundant_experts,
             arithmetic=arithmetic,
         )
+        if config.model.draft_head is not None:
+            model.attach(_draft_head(config, model, tp, TORCH_DTYPES[dtype]))
         _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
         return cls(model, dtype, time.monotonic() - start)
 
     @property
     def weights_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self.model.weights())
+        head = self.model.draft_head
+        return sum(weight.nbytes for weight in [*self.model.weights(), *([] if head is None else head.weights())])
 
     @torch.inference_mode()
     def load(
         self, config: EngineConfig, platform: Platform, allocated: Callable[[], None] | None = None
     ) -> LoadedModel:
-        """allocated: called when the weights' memory is allocated, before they are read into it; never called for
-        packed weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
+        """allocated: called when the memory of all weights is allocated, before the model's are read into it; never
+        called for packed weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
         start, model = time.monotonic(), self.model
         # A CPU packs weights one by one and frees the originals; sleep mode needs them at fixed addresses instead.
         is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
+        self._load_head(config, platform, is_packed)
         allocate = None if is_packed else partial(_allocate, platform, allocated)
         files, seed = config.model.files, config.model.seed
         with pending_weights(model.weights(), files, seed, platform.device, allocate, model.may_ignore) as tensors:
@@ -98,6 +103,23 @@ class BuiltModel:
             model.bind(tensors, updatable=final is not None)
         platform.synchronize()
         return LoadedModel(model, self.dtype, self.weights_bytes, time.monotonic() - start, final)
+
+    def _load_head(self, config: EngineConfig, platform: Platform, is_packed: bool) -> None:
+        """Before the model's weights, and no part of a weight update."""
+        head, spec = self.model.draft_head, config.model.draft_head
+        if head is None or spec is None:
+            return
+        allocate = None if is_packed else partial(_allocate, platform, None)
+        seed, is_known = config.model.seed, lambda name: True  # checked with the options
+        with pending_weights(head.weights(), spec.files, seed, platform.device, allocate, is_known) as tensors:
+            head.bind(tensors, self.model.embed)
+
+
+def _draft_head(config: EngineConfig, model: CausalLM, tp: TensorParallel, dtype: torch.dtype) -> EagleHead:
+    spec, scheduler = config.model.draft_head, config.scheduler
+    assert spec is not None, "there is no head"
+    most = scheduler.token_budget + scheduler.max_sampled_positions
+    return EagleHead(spec, len(model.attention_layers), tp, dtype, config.model.context_len, most)
 
 
 def _kv_cache_spec(model: CausalLM, dtype: str, cache: CacheConfig) -> dict[str, KVCacheSpec]:
