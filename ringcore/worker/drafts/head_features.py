@@ -9,7 +9,9 @@ import torch
 
 from ringcore.kernels.upload import upload
 
-__all__ = ["Due", "HeadFeatures"]
+__all__ = ["MOST_PENDING", "Due", "HeadFeatures"]
+
+MOST_PENDING = 2048  # tokens, beside those of a step
 
 
 class Due(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.protocol.steps import NewRequest
 from ringcore.worker.drafts.draft_odds import DraftOdds
-from ringcore.worker.drafts.head_features import HeadFeatures
+from ringcore.worker.drafts.head_features import MOST_PENDING, HeadFeatures
 from ringcore.worker.drafts.head_runs import HeadRuns
 from ringcore.worker.drafts.proposer import Drafts, Proposer
 from ringcore.worker.drafts.step_costs import StepCosts
@@ -67,9 +67,11 @@ class HeadProposer(Proposer):
     def take(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray | None) -> None:
         num_tokens = len(rows) if counts is None else int(counts.sum())
         is_chunk = counts is not None and int(counts.max()) > _CHUNK
+        num_rested = self.rows.num_tokens[rows] - self._drafted_at[rows]
+        self._features.is_followed[rows[num_rested >= 2 * _REST]] = False  # they may have no drafts
         tapped = self._runs.head.tapped[:num_tokens]
         self._features.add(rows, starts, counts, self.rows.num_admissions[rows], tapped, must_copy=not is_chunk)
-        if is_chunk:
+        if is_chunk or self._features.num_pending > MOST_PENDING:
             self._compute()
 
     def _compute(self) -> None:

@@ -26,9 +26,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringcore.checkpoint import AnySpec, ModelSpec
+from ringcore.checkpoint.draft_head import NUM_TAPS
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.planner import plan_without_limit
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+from ringcore.worker.drafts.head_features import MOST_PENDING
 from ringcore.worker.logits.prompt_logprobs import positions_at_once
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rows.row_tables import table_bytes
@@ -132,8 +134,9 @@ def _needs(
 ) -> dict[str, int]:
     """The memory that steps will need beside what the process already uses and the KV cache."""
     computed = activation_bytes(config.model.spec, config, dtype)
+    head = {} if config.model.draft_head is None else {"draft_head_bytes": _head_bytes(config, dtype)}
     if peaks is None:
-        return {"activations_bytes": computed}
+        return {"activations_bytes": computed} | head
     if peaks.largest_bytes > computed + _ROUNDING_BYTES:
         _log.warning("a step takes %d bytes, above the computed bound of %d", peaks.largest_bytes, computed)
     return {
@@ -141,7 +144,22 @@ def _needs(
         "graphs_bytes": _graphs_bytes(config, peaks),
         "rows_bytes": _rows_bytes(config, plan),
         "margin_bytes": _MARGIN_BYTES,
+        **head,
     }
+
+
+def _head_bytes(config: EngineConfig, dtype: str) -> int:
+    """An upper bound of what a head that drafts takes: features of tokens that it has not computed, and its largest run
+    over them."""
+    head = config.model.draft_head
+    assert head is not None
+    spec, ranks = head.layer, config.parallel.tensor_parallel_size
+    features = NUM_TAPS * spec.hidden_size
+    heads = (2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)) * spec.head_dim
+    run = features + 4 * spec.hidden_size + max(3 * spec.intermediate_size, heads) // ranks
+    num_tokens = config.scheduler.token_budget + MOST_PENDING
+    layer = num_tokens * ((features + run) * DTYPE_BYTES[dtype] + 4 * 4 * spec.hidden_size)
+    return layer + 2 * 4 * config.scheduler.max_sampled_positions * head.draft_vocab_size
 
 
 def _graphs_bytes(config: EngineConfig, peaks: StepPeaks) -> int:
