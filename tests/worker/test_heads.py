@@ -15,6 +15,7 @@ from adjusted_model import Arithmetic
 from adjusted_requests import EOS, PROCESSORS, VOCAB_SIZE, expected, some_requests
 from device_runner import rows_on_device
 from drafted_rows import MAX_TOKENS, write
+from head_rows import compare_drafts
 from step_driver import admit, execute, make_config, make_step, run, start
 from tiny_heads import HEAD_CONFIG, HeadReference, head_tensors, write_head
 
@@ -51,28 +52,7 @@ def worker(request: pytest.FixtureRequest, tiny_llama: tuple[str, Any], folder: 
 
 @pytest.fixture
 def seen(worker: Worker, tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Drafts of all rows, each compared with the reference: a row, its known tokens, and how many drafts it had. How
-    many it has is drawn."""
-    proposer: Any = worker._runner._stages.proposer  # type: ignore[union-attr]
-    reference, rng = HeadReference(head_tensors(), tiny_llama[1]), np.random.default_rng(4)
-    draft, found = proposer._runs.draft, []
-
-    def checked(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        drafts = draft(rows, starts, counts)
-        for row, begin, count, own in zip(rows.tolist(), starts.tolist(), counts.tolist(), drafts, strict=True):
-            tokens = proposer.rows.token_ids[row, : begin + 1].tolist()
-            assert own[:count].tolist() == reference.drafts(tokens, count), tokens
-            found.append((row, begin + 1, count))
-        return drafts
-
-    def choose(rows: np.ndarray, most: np.ndarray, *_: Any) -> np.ndarray:
-        return np.minimum(most, rng.integers(0, 5, len(rows))) * (rng.random() < 0.8)
-
-    monkeypatch.setattr(proposer._runs, "draft", checked)
-    monkeypatch.setattr(proposer.odds, "choose", choose)
-    monkeypatch.setattr(proposer, "_is_worthwhile", lambda: True)
-    monkeypatch.setattr(proposer, "may_propose", lambda *_: rng.random() < 0.8)
-    return found
+    return compare_drafts(worker, tiny_llama[1], monkeypatch)
 
 
 def test_every_row_writes_what_it_would_alone(
