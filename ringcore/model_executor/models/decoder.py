@@ -19,7 +19,7 @@ from ringcore.model_executor.layers.rotary import RotaryEmbedding
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
-from ringcore.model_executor.models.eagle_head import EagleHead
+from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.model_executor.models.layer_builder import LayerBuilder
 from ringcore.model_executor.models.mixture import Experts
 from ringcore.model_executor.models.recorded_layers import RecordedLayers
@@ -111,7 +111,7 @@ class DenseDecoder(CausalLM):
             build.post_normed(build.mlp(), "mlp_out_norm", names.mlp_out),
         )
 
-    def attach(self, head: EagleHead) -> None:
+    def attach(self, head: DraftHead) -> None:
         self.draft_head = head
         self.attention_layers = [*self.attention_layers, head.attention]
 

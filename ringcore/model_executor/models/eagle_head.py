@@ -7,12 +7,9 @@ its own. Where it goes on from its own token, its residual stream is in the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 import torch
 
-from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
+from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint.draft_head import LAYER_FAMILY, NUM_TAPS, DraftHeadSpec, read_vocabulary_map
 from ringcore.distributed.parallel import TensorParallel
@@ -23,51 +20,26 @@ from ringcore.model_executor.layers.rotary import RotaryEmbedding
 from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.linear_schemes.shard import OutputSlice
 from ringcore.model_executor.models.decoder_layer import LayerInputs
-from ringcore.model_executor.models.layer_builder import LayerBuilder
-from ringcore.model_executor.residual import Norm, Residual
-from ringcore.model_executor.weight import SeenTensors, Tensors, Weight, WeightedLayer
+from ringcore.model_executor.models.draft_head import DraftHead, HeadLayerBuilder, Rows
+from ringcore.model_executor.residual import Residual
+from ringcore.model_executor.weight import WeightedLayer
 
 __all__ = ["EagleHead"]
 
-Embed = Callable[[torch.Tensor], torch.Tensor]  # ids [n] int64 -> a new tensor [n, hidden_size]
 
-
-class _FiniteLinear(ColumnParallelLinear):
-    """Zero where it is not finite: keys and values stay in pages that another layer may get."""
-
-    def after_norm(self, norm: Norm, hidden: Residual, tokens: TokenContext) -> torch.Tensor:
-        return torch.nan_to_num_(super().after_norm(norm, hidden, tokens), 0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _HeadBuilder(LayerBuilder):
-    checkpoint_name: str = ""  # of the layer
-
-    def in_model(self, name: str) -> str:
-        return f"draft_head.{name}"
-
-    def in_checkpoint(self, name: str) -> str:
-        return f"{self.checkpoint_name}.{name}"
-
-    def column_linear(self, name: str, outputs: Sequence[OutputSlice], *, bias: bool) -> ColumnParallelLinear:
-        if name != "qkv_proj":
-            return LayerBuilder.column_linear(self, name, outputs, bias=bias)
-        num_inputs = 2 * self.spec.hidden_size  # the embedding and the features
-        name = self.in_model(name)
-        return _FiniteLinear(name, outputs, num_inputs, bias=bias, dtype=self.dtype, scheme_of=self.scheme_of)
-
-
-class EagleHead:
-    """One rank's, built without weights."""
-
+class EagleHead(DraftHead):
     def __init__(
         self, head: DraftHeadSpec, index: int, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, most: int
     ) -> None:
-        """index: of its attention layer, after those of the model. most: the most tokens of a step of the model."""
-        spec, self._spec, self._dtype, self._most = head.layer, head, dtype, most
-        self.hidden_size = size = spec.hidden_size
-        build = _HeadBuilder(index, spec, tp, dtype, LAYER_FAMILY, all_dense, checkpoint_name=head.layer_name)
-        eps = spec.rms_norm_eps
+        """index: of its attention layer, after those of the model."""
+        spec, self._spec = head.layer, head
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        super().__init__(size, head.taps, dtype, most)
+        build = HeadLayerBuilder(
+            *(index, spec, tp, dtype, LAYER_FAMILY, all_dense),
+            checkpoint_name=head.layer_name,
+            attention_inputs=2 * size,  # the embedding and the features
+        )
         whole = OutputSlice("fc", size, 0, size)  # on every rank
         given = "draft_head.fc", [whole], NUM_TAPS * size
         self._fc = ColumnParallelLinear(*given, bias=False, dtype=dtype, scheme_of=all_dense)
@@ -85,9 +57,8 @@ class EagleHead:
             *names, head.draft_vocab_size, size, dtype=dtype, tp=tp, tied=None, scheme_of=all_dense
         )
         self._rotary, self._as_is = RotaryEmbedding(spec.head_dim, spec.rope, max_model_len), Unnormed(dtype)
-        self._embed: Embed
+        self._embed: Rows
         self._token_ids: torch.Tensor | None  # [draft_vocab_size] int64, of the draft vocabulary
-        self.tapped: torch.Tensor  # [most, NUM_TAPS * hidden_size]: what the model's last forward pass has written
 
     @property
     def attention(self) -> Attention:
@@ -98,39 +69,21 @@ class EagleHead:
         norms = [self._embedding_norm, self._features_norm, self._mlp_norm, self._norm]
         return [*own, self._fc, *norms, *self._attention.layers(), *self._mlp.layers(), self._lm_head]
 
-    def weights(self) -> list[Weight]:
-        return [weight for layer in self._layers() for weight in layer.weights()]
-
-    def bind(self, tensors: Tensors, embed: Embed) -> None:
-        """embed: the model's embedding, where it has none of its own."""
-        seen = SeenTensors(tensors)
-        for layer in self._layers():
-            layer.bind(seen)
-        device = seen.device
+    def _bind_model(self, device: torch.device, embed: Rows, compute_logits: Rows) -> None:
         self._rotary.bind(device)
         self._attention.bind_device(device)
         self._mlp.bind_device(device)
         self._embed = embed if self._embedding is None else self._embedding
         ids = read_vocabulary_map(self._spec)
         self._token_ids = None if ids is None else torch.from_numpy(ids).to(device)
-        self.tapped = torch.zeros(self._most, NUM_TAPS * self.hidden_size, dtype=self._dtype, device=device)
-
-    def tap(self, layer: int, stream: Residual) -> None:
-        """Called by the model before each of its layers, and after the last, with its residual stream."""
-        for place, tap in enumerate(self._spec.taps):
-            if tap == layer:
-                columns = slice(place * self.hidden_size, (place + 1) * self.hidden_size)
-                self.tapped[: len(stream), columns].copy_(stream.rows)
 
     def features(self, tapped: torch.Tensor) -> torch.Tensor:
-        """Rows of `tapped` [n, NUM_TAPS * hidden_size] -> [n, hidden_size] float32."""
         return self._fc(tapped, NO_TOKEN_CONTEXT).float()
 
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
-        """token_ids: [n] int64, those after `positions` [n] int64. features: [n, hidden_size] float32, overwritten ->
-        the residual stream after the layer, likewise, which is in the place of features at the next position."""
+        """-> the residual stream after the layer."""
         embedded, normed = self._embedding_norm(self._embed(token_ids).float()), self._features_norm(features)
         stream = Residual(normed.float() if self._spec.norm_before_residual else features)
         inputs = LayerInputs(ctx, [self._rotary(positions)])
@@ -138,7 +91,6 @@ class EagleHead:
         self._mlp.add_to(stream, self._mlp_norm, stream, inputs)
         return stream.rows
 
-    def draft(self, stream: torch.Tensor) -> torch.Tensor:
-        """stream: [n, hidden_size] float32, a result of `forward`; not changed -> the likeliest tokens [n] int64."""
-        places = self._lm_head(self._norm(stream), NO_TOKEN_CONTEXT).argmax(-1)
+    def draft(self, states: torch.Tensor) -> torch.Tensor:
+        places = self._lm_head(self._norm(states), NO_TOKEN_CONTEXT).argmax(-1)
         return places if self._token_ids is None else self._token_ids[places]

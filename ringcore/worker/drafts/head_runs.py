@@ -9,7 +9,7 @@ from ringcore.attention.backend import PagedBackend
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kernels.upload import upload
-from ringcore.model_executor.models.eagle_head import EagleHead
+from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.worker.drafts.head_features import Due
 from ringcore.worker.rows.request_rows import RequestRows
 
@@ -21,7 +21,7 @@ class HeadRuns:
     wrong they are written again."""
 
     def __init__(
-        self, head: EagleHead, backend: PagedBackend, kv_cache: torch.Tensor, rows: RequestRows, group: int
+        self, head: DraftHead, backend: PagedBackend, kv_cache: torch.Tensor, rows: RequestRows, group: int
     ) -> None:
         """backend, kv_cache: of its attention layer, which is in this KV cache group."""
         self.head, self._backend, self._rows, self._table = head, backend, rows, rows.block_tables[group]

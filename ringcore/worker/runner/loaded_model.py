@@ -112,7 +112,7 @@ class BuiltModel:
         allocate = None if is_packed else partial(_allocate, platform, None)
         seed, is_known = config.model.seed, lambda name: True  # checked with the options
         with pending_weights(head.weights(), spec.files, seed, platform.device, allocate, is_known) as tensors:
-            head.bind(tensors, self.model.embed)
+            head.bind(tensors, self.model.embed, self.model.compute_logits)
 
 
 def _draft_head(config: EngineConfig, model: CausalLM, tp: TensorParallel, dtype: torch.dtype) -> EagleHead:

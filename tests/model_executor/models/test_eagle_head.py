@@ -35,7 +35,7 @@ def test_two_ranks(checkpoint, tmp_path):
 def run(spec, table, tp):
     head = EagleHead(spec, 0, tp, torch.float32, 64, NUM_TOKENS)
     with pending_weights(head.weights(), spec.files, 0, table.device, may_ignore=lambda name: True) as tensors:
-        head.bind(tensors, lambda ids: table[ids])
+        head.bind(tensors, lambda ids: table[ids], lambda hidden: hidden)
     backend = DenseAttention(head.attention.kv_cache_spec(64, "float32"), [head.attention.spec])
     lens = np.array([NUM_TOKENS], dtype=np.int32)
     step = AttentionMetadata(
