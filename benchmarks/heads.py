@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ringcore.checkpoint import find_model
-from ringcore.checkpoint.draft_head import head_tensors, read_draft_head
+from ringcore.checkpoint.eagle_head import head_tensors, read_eagle_head
 from ringcore.checkpoint.model_spec import ModelSpec
 from ringcore.checkpoint.spec_reader import read_model_spec
 from ringcore.families import FAMILIES
@@ -43,7 +43,7 @@ def write_head(model: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     if dummy:
         return
-    head = read_draft_head(find_model(folder, "dummy"), spec)
+    head = read_eagle_head(find_model(folder, "dummy"), spec)
     generator = torch.Generator().manual_seed(_SEED)
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * shape[-1] ** -0.5

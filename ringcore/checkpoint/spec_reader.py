@@ -123,6 +123,7 @@ def _from_config(
         query_pre_attn_scalar=_attention_scale(config, family),
         quantization=_quantization(config, quantization, experts),
         experts=experts,
+        num_mtp_layers=0 if family.mtp_layers is None else config.integer("num_nextn_predict_layers", 0, low=0),
     )
 
 

@@ -81,7 +81,7 @@ class EngineConfig:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
         spec = read_model_spec(files, FAMILIES, options["model_impl"], options["quantization"])
         spec = with_gguf_weights(spec, files, options["gguf_weights"], options["dtype"], options["device"], Host())
-        head = draft_head_of(options["speculative"], spec, options["load_format"], FAMILIES)
+        head = draft_head_of(options["speculative"], files, spec, FAMILIES)
         defaults = read_sampling_defaults(files) if options["generation_config"] == "auto" else {}
         resolved: dict[type, dict[str, Any]] = {
             ModelConfig: {"files": files, "spec": spec, "sampling_defaults": defaults, "draft_head": head},

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ringcore.checkpoint import AnySpec, ModelFiles
-from ringcore.checkpoint.draft_head import DraftHeadSpec
+from ringcore.checkpoint.mtp_head import AnyHeadSpec
 from ringcore.config.rank_layout import LOCALHOST, UNPLACED, RankLayout
 from ringcore.config.speculation import Speculation, speculation_of
 
@@ -81,7 +81,7 @@ class ModelConfig:
     files: ModelFiles
     spec: AnySpec
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by the names of `SamplingParams`
-    draft_head: DraftHeadSpec | None = None  # of `SchedulerConfig.speculative`
+    draft_head: AnyHeadSpec | None = None  # of `SchedulerConfig.speculative`
 
     @property
     def context_len(self) -> int:
@@ -153,8 +153,8 @@ class SchedulerConfig:
     speculative: dict[str, Any] | None = _option(
         None,
         'speculative decoding, as {"method": "suffix", "num_drafts": 8, "min_match": 3, "shared_tokens": 262144}, all '
-        'but the method optional, or {"method": "eagle3", "model": FOLDER, "num_drafts": 4}; None means one token in a '
-        "step",
+        'but the method optional, or {"method": "eagle3", "model": FOLDER, "num_drafts": 4}, or {"method": "mtp", '
+        '"num_drafts": 2}; None means one token in a step',
     )
     # resolved
     num_stages: int = 1  # `ParallelConfig.pipeline_parallel_size`

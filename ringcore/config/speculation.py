@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ringcore.checkpoint import AnySpec, Families, ModelSpec, find_model
-from ringcore.checkpoint.draft_head import DraftHeadSpec, read_draft_head
+from ringcore.checkpoint import AnySpec, Families, ModelFiles, ModelSpec, find_model
+from ringcore.checkpoint.eagle_head import read_eagle_head
+from ringcore.checkpoint.mtp_head import AnyHeadSpec, read_mtp_head
 from ringcore.config.split_checks import check_split
 from ringcore.config.value_checks import bad_value
 from ringcore.errors import ConfigError, unknown_option
@@ -24,11 +25,11 @@ __all__ = [
     "with_plain_path",
 ]
 
-HEAD = "eagle3"
-SPECULATIVE_METHODS = ("suffix", HEAD)
+HEAD, MTP = "eagle3", "mtp"
+SPECULATIVE_METHODS = ("suffix", HEAD, MTP)
 MAX_DRAFTS = 64
 _MAX_SHARED_TOKENS = 1 << 28
-_MOST_OF_HEADS, _DRAFTS_OF_HEADS = 16, 4  # a head runs once for each draft
+_MOST_OF_HEADS, _DRAFTS_OF_HEADS, _DRAFTS_OF_MTP = 16, 4, 2  # a head runs once for each draft
 _OF_SUFFIXES = ("min_match", "shared_tokens")
 
 
@@ -37,10 +38,11 @@ class Speculation:
     """The fields of the option.
 
     method: "suffix", drafts that followed the row's last tokens before; "eagle3", of a head that was trained for the
-    model; or 'module:Class' of a proposer of your own (`worker.drafts.proposer`). num_drafts: the most drafts of a row
-    in a step. min_match: a row has drafts where at least this many of its last tokens stood before. shared_tokens:
-    tokens of completions of other requests that are kept to draft from, the oldest dropped first; 0 drafts from a
-    request's own tokens alone. model: the folder of the head, also of a `HeadProposer` of your own.
+    model; "mtp", of the layer of multi-token prediction that the model's checkpoint has; or 'module:Class' of a
+    proposer of your own (`worker.drafts.proposer`). num_drafts: the most drafts of a row in a step. min_match: a row
+    has drafts where at least this many of its last tokens stood before. shared_tokens: tokens of completions of other
+    requests that are kept to draft from, the oldest dropped first; 0 drafts from a request's own tokens alone. model:
+    the folder of the head, also of a `HeadProposer` of your own.
     """
 
     method: str
@@ -54,7 +56,8 @@ def speculation_of(given: Mapping[str, Any] | None) -> Speculation | None:
     """The option with its defaults."""
     if given is None:
         return None
-    defaults = {} if given.get("model") is None else {"num_drafts": _DRAFTS_OF_HEADS}
+    by_head = {} if given.get("model") is None else {"num_drafts": _DRAFTS_OF_HEADS}
+    defaults = {"num_drafts": _DRAFTS_OF_MTP} if given["method"] == MTP else by_head
     return Speculation(**{**defaults, **given})
 
 
@@ -66,23 +69,37 @@ def with_plain_path(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def draft_head_of(
-    given: Mapping[str, Any] | None, spec: AnySpec, load_format: str, families: Families
-) -> DraftHeadSpec | None:
-    """The head that the option names; None: it names none. load_format: of the model.
+    given: Mapping[str, Any] | None, files: ModelFiles, spec: AnySpec, families: Families
+) -> AnyHeadSpec | None:
+    """The head that the option names; None: it names none. files, spec: of the model.
 
     Raises `ConfigError` for a model that has no place for one, `ModelLoadError` where the head is not of this model.
     """
-    if given is None or given.get("model") is None:
+    if given is None or (given.get("model") is None and given["method"] != MTP):
         return None
-    refused = _refused_model(spec, families)
+    refused = _refused_model(spec, families) or (_refused_mtp(spec, families) if given["method"] == MTP else None)
     if refused is not None:
         raise bad_value("speculative", given, f"{refused}; give {{'method': 'suffix'}}, or leave this out")
     assert isinstance(spec, ModelSpec), "refused"
-    files = find_model(given["model"], "dummy" if load_format == "dummy" else "safetensors")
-    return read_draft_head(files, spec)
+    if given["method"] == MTP:
+        return read_mtp_head(files, spec, families[spec.architecture])
+    found = find_model(given["model"], "dummy" if files.kind == "dummy" else "safetensors")
+    return read_eagle_head(found, spec)
 
 
-def check_head_split(head: DraftHeadSpec, given: Mapping[str, Any] | None, size: int) -> None:
+def _refused_mtp(spec: AnySpec, families: Families) -> str | None:
+    assert isinstance(spec, ModelSpec), "refused before"
+    if families[spec.architecture].mtp_layers is None:
+        known = [name for name in families.architectures if families[name].mtp_layers is not None]
+        return f"layers of multi-token prediction are computed of {', '.join(known)}, and not of a {spec.architecture}"
+    if not spec.num_mtp_layers:
+        return "this checkpoint has no layers of multi-token prediction (num_nextn_predict_layers is 0)"
+    if spec.quantization is not None:
+        return "layers of multi-token prediction are computed in 16 bits, and this checkpoint is quantized"
+    return None
+
+
+def check_head_split(head: AnyHeadSpec, given: Mapping[str, Any] | None, size: int) -> None:
     """size: tensor_parallel_size, over which the model itself can be split. Raises `ConfigError`."""
     try:
         check_split(head.layer, size, expert_parallel=False)
@@ -115,7 +132,7 @@ def check_speculative(options: Mapping[str, Any]) -> None:
         raise bad_value("speculative.method", method, remedy)
     _check_head(given)
     for name, low, high in (
-        ("num_drafts", 1, _MOST_OF_HEADS if given.get("model") is not None else MAX_DRAFTS),
+        ("num_drafts", 1, _MOST_OF_HEADS if given.get("model") is not None or method == MTP else MAX_DRAFTS),
         ("min_match", 1, 32),
         ("shared_tokens", 0, _MAX_SHARED_TOKENS),
     ):
@@ -133,13 +150,15 @@ def check_speculative(options: Mapping[str, Any]) -> None:
 def _check_head(given: Mapping[str, Any]) -> None:
     """The fields that one method alone has."""
     method, folder = given["method"], given.get("model")
-    if folder is None and method != HEAD:
+    if folder is None and method not in (HEAD, MTP):
         return
-    if method == "suffix":
+    if folder is not None and method in ("suffix", MTP):
         raise bad_value("speculative.model", folder, f"it is the folder of a head; give method {HEAD!r} too")
     for name in _OF_SUFFIXES:
         if name in given:
             raise bad_value(f"speculative.{name}", given[name], "it is of the method 'suffix'; leave it out")
+    if method == MTP:
+        return
     if not isinstance(folder, str | os.PathLike) or not Path(folder).expanduser().is_dir():
         raise bad_value("speculative.model", folder, "give the folder of a head, with config.json and safetensors")
 

@@ -11,7 +11,7 @@ import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext
 from ringcore.attention.layer import Attention
-from ringcore.checkpoint.draft_head import LAYER_FAMILY, NUM_TAPS, DraftHeadSpec, read_vocabulary_map
+from ringcore.checkpoint.eagle_head import LAYER_FAMILY, NUM_TAPS, EagleHeadSpec, read_vocabulary_map
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from ringcore.model_executor.layers.linear import ColumnParallelLinear
@@ -29,7 +29,7 @@ __all__ = ["EagleHead"]
 
 class EagleHead(DraftHead):
     def __init__(
-        self, head: DraftHeadSpec, index: int, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, most: int
+        self, head: EagleHeadSpec, index: int, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, most: int
     ) -> None:
         """index: of its attention layer, after those of the model."""
         spec, self._spec = head.layer, head

@@ -16,7 +16,7 @@ from ringcore.worker.rows.request_rows import RequestRows
 
 __all__ = ["make_proposer"]
 
-_METHODS: Mapping[str, type[Proposer]] = {"suffix": SuffixProposer, "eagle3": HeadProposer}
+_METHODS: Mapping[str, type[Proposer]] = {"suffix": SuffixProposer, "eagle3": HeadProposer, "mtp": HeadProposer}
 
 
 def make_proposer(config: EngineConfig, rows: RequestRows, head: HeadRuns | None = None) -> Proposer | None:

@@ -16,9 +16,8 @@ from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.arithmetic import arithmetic_of
 from ringcore.model_executor.loader import pending_weights
-from ringcore.model_executor.models import build_model
+from ringcore.model_executor.models import build_head, build_model
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.model_executor.models.eagle_head import EagleHead
 from ringcore.protocol.expert_placement import ExpertLoad
 from ringcore.worker.platforms.platform import Platform
 
@@ -77,7 +76,9 @@ class BuiltModel:
             arithmetic=arithmetic,
         )
         if config.model.draft_head is not None:
-            model.attach(_draft_head(config, model, tp, TORCH_DTYPES[dtype]))
+            most = config.scheduler.token_budget + config.scheduler.max_sampled_positions
+            given = tp, TORCH_DTYPES[dtype], config.model.context_len, most
+            model.attach(build_head(config.model.draft_head, len(model.attention_layers), *given))
         _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
         return cls(model, dtype, time.monotonic() - start)
 
@@ -113,13 +114,6 @@ class BuiltModel:
         seed, is_known = config.model.seed, lambda name: True  # checked with the options
         with pending_weights(head.weights(), spec.files, seed, platform.device, allocate, is_known) as tensors:
             head.bind(tensors, self.model.embed, self.model.compute_logits)
-
-
-def _draft_head(config: EngineConfig, model: CausalLM, tp: TensorParallel, dtype: torch.dtype) -> EagleHead:
-    spec, scheduler = config.model.draft_head, config.scheduler
-    assert spec is not None, "there is no head"
-    most = scheduler.token_budget + scheduler.max_sampled_positions
-    return EagleHead(spec, len(model.attention_layers), tp, dtype, config.model.context_len, most)
 
 
 def _kv_cache_spec(model: CausalLM, dtype: str, cache: CacheConfig) -> dict[str, KVCacheSpec]:

@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringcore.checkpoint import AnySpec, ModelSpec
-from ringcore.checkpoint.draft_head import NUM_TAPS
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.planner import plan_without_limit
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
@@ -154,7 +153,7 @@ def _head_bytes(config: EngineConfig, dtype: str) -> int:
     head = config.model.draft_head
     assert head is not None
     spec, ranks = head.layer, config.parallel.tensor_parallel_size
-    features = NUM_TAPS * spec.hidden_size
+    features = head.num_taps * spec.hidden_size
     heads = (2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)) * spec.head_dim
     run = features + 4 * spec.hidden_size + max(3 * spec.intermediate_size, heads) // ranks
     num_tokens = config.scheduler.token_budget + MOST_PENDING

@@ -11,7 +11,7 @@ from tiny_heads import HIDDEN, VOCAB, write_head
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.checkpoint import find_model
-from ringcore.checkpoint.draft_head import read_draft_head
+from ringcore.checkpoint.eagle_head import read_eagle_head
 from ringcore.checkpoint.spec_reader import read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.families import FAMILIES
@@ -23,7 +23,7 @@ NUM_TOKENS = 9
 
 def test_two_ranks(checkpoint, tmp_path):
     _, model = checkpoint("Llama", hidden_size=HIDDEN, vocab_size=VOCAB)
-    spec = read_draft_head(find_model(write_head(tmp_path)), read_model_spec(find_model(model), FAMILIES))
+    spec = read_eagle_head(find_model(write_head(tmp_path)), read_model_spec(find_model(model), FAMILIES))
     table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(3))
     alone = run(spec, table, SingleRank())
     for stream, drafts in on_all_ranks(2, lambda tp: run(spec, table, tp)):

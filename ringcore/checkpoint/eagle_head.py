@@ -21,7 +21,7 @@ from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.checkpoint.spec_reader import read_native_spec
 from ringcore.errors import ModelLoadError
 
-__all__ = ["LAYER_FAMILY", "NUM_TAPS", "DraftHeadSpec", "head_tensors", "read_draft_head", "read_vocabulary_map"]
+__all__ = ["LAYER_FAMILY", "NUM_TAPS", "EagleHeadSpec", "head_tensors", "read_eagle_head", "read_vocabulary_map"]
 
 NUM_TAPS = 3
 LAYER_FAMILY = Family(
@@ -32,7 +32,7 @@ _MAP, _EMBEDDING = "d2t", "embed_tokens.weight"
 _MASK = "t2d"  # which tokens have a place in the draft vocabulary: follows from the map
 
 
-class DraftHeadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EagleHeadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="eagle3"):
     """layer: the sizes of its one layer. taps: the layers of the model before which the residual stream is taken, that
     many being after the last."""
 
@@ -45,8 +45,12 @@ class DraftHeadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_map: bool  # from draft ids to ids; else they are the same
     norm_before_residual: bool  # the residual stream starts with the normalised features
 
+    @property
+    def num_taps(self) -> int:
+        return len(self.taps)
 
-def read_draft_head(files: ModelFiles, model: ModelSpec) -> DraftHeadSpec:
+
+def read_eagle_head(files: ModelFiles, model: ModelSpec) -> EagleHeadSpec:
     """Raises `ModelLoadError` that names the file and the field or tensor, for a head that is of another model too."""
     assert files.config_path is not None, files
     whole = Metadata(read_json(files.config_path), files.config_path)
@@ -64,7 +68,7 @@ def read_draft_head(files: ModelFiles, model: ModelSpec) -> DraftHeadSpec:
     if draft_vocab_size > model.vocab_size:
         raise whole.error("draft_vocab_size", f"is {draft_vocab_size}, above the model's {model.vocab_size} tokens")
     names = TensorIndex(files.weight_files)
-    head = DraftHeadSpec(
+    head = EagleHeadSpec(
         files=files,
         layer=msgspec.structs.replace(layer, vocab_size=model.vocab_size),
         draft_vocab_size=draft_vocab_size,
@@ -102,7 +106,7 @@ def _taps(config: Metadata, num_layers: int) -> list[int]:
     return list(given)
 
 
-def head_tensors(head: DraftHeadSpec) -> dict[str, tuple[int, ...]]:
+def head_tensors(head: EagleHeadSpec) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that is read as a weight, by its name in the checkpoint."""
     spec, name = head.layer, head.layer_name
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -131,7 +135,7 @@ def head_tensors(head: DraftHeadSpec) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def _check_files(head: DraftHeadSpec, index: TensorIndex) -> None:
+def _check_files(head: EagleHeadSpec, index: TensorIndex) -> None:
     expected, shapes = head_tensors(head), {name: entry.shape for name, entry in index.items()}
 
     def may_ignore(name: str) -> bool:
@@ -149,7 +153,7 @@ def _check_files(head: DraftHeadSpec, index: TensorIndex) -> None:
     read_vocabulary_map(head)
 
 
-def read_vocabulary_map(head: DraftHeadSpec) -> np.ndarray | None:
+def read_vocabulary_map(head: EagleHeadSpec) -> np.ndarray | None:
     """[draft_vocab_size] int64, the id of each draft token; None: its own. Raises `ModelLoadError` where one is outside
     the vocabulary."""
     if not head.has_map:
