@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from device_runner import rows_on_device
 from tiny_heads import constant_head, write_head
 
@@ -132,9 +133,18 @@ def test_a_head_sleeps_with_the_model(tiny_llama: tuple[str, Any], plain: list[l
     head = write_head(tmp_path, constant_head(5))
     options = {"executor": "uniproc", "enable_sleep_mode": True}
     core = engine(tiny_llama[0], speculative={"method": FREE_HEAD, "model": head}, **options)
+    own: Any = core._executor._worker._runner.paged.model.draft_head  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        features = own.features(torch.ones_like(own.tapped[:1]))
     try:
         core.sleep(1)
         core.wake_up()
+        assert write(core, "first") == plain
+        core.sleep(2)
+        core.wake_up()
+        core.reload_weights(tiny_llama[0])
+        with torch.inference_mode():
+            assert torch.equal(own.features(torch.ones_like(own.tapped[:1])), features)
         assert write(core, "first") == plain
         check(core, is_short=False)
     finally:

@@ -73,14 +73,19 @@ class DraftHead(ABC):
     def weights(self) -> list[Weight]:
         return [weight for layer in self._layers() for weight in layer.weights()]
 
-    def bind(self, tensors: Tensors, embed: Rows, compute_logits: Rows) -> None:
-        """embed, compute_logits: the model's."""
+    def bind(self, tensors: Tensors, embed: Rows, compute_logits: Rows, updatable: bool = False) -> None:
+        """embed, compute_logits: the model's. updatable: see `CausalLM.bind`."""
         seen = SeenTensors(tensors)
         for layer in self._layers():
-            layer.bind(seen)
+            layer.bind(seen, updatable)
         self._bind_model(seen.device, embed, compute_logits)
         width = len(self._taps) * self.hidden_size
         self.tapped = torch.zeros(self._most, width, dtype=self._dtype, device=seen.device)
+
+    def refresh(self) -> None:
+        """See `CausalLM.refresh`."""
+        for layer in self._layers():
+            layer.refresh()
 
     def tap(self, layer: int, stream: Residual) -> None:
         """Called by the model before each of its layers, and after the last, with its residual stream."""
