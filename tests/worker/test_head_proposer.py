@@ -83,9 +83,19 @@ def test_drafts_that_are_wrong_end_and_are_tried_again_without_being_verified() 
     found = [driven.step([0], 9) for _ in range(120)]
     assert found[0] > 0
     assert not any(found[20:])
-    assert driven.runs.num_drafts <= sum(found) + NUM_DRAFTS * 4, "4 drafts in 32 tokens"
-    again = [driven.step([0], 7) for _ in range(200)]
+    assert driven.runs.num_drafts <= sum(found) + NUM_DRAFTS * 2, "after 40 tokens, and after 80 more"
+    again = [driven.step([0], 7) for _ in range(250)]
     assert again[-1] == NUM_DRAFTS, "they are right, and known to be without being verified"
+
+
+def test_the_dearer_a_head_is_the_less_often_a_row_is_tried() -> None:
+    num_drafts = []
+    for draft_s in (0.01, 0.3, 0.9):
+        driven = Driven(draft_s)
+        driven.admit(0)
+        num_verified = sum(driven.step([0], 9) for _ in range(600))
+        num_drafts.append(driven.runs.num_drafts - num_verified)
+    assert num_drafts == [16, 4, 4], "after 32, 64, 128 and 256 tokens; after 240; after 512"
 
 
 def test_a_head_that_costs_more_than_it_brings_drafts_nothing() -> None:

@@ -19,8 +19,9 @@ _AT_FIRST = (0.7,)  # the odds of a draft, before any was seen
 _MARGIN = 1.15  # for a new request, whose steps the engine says nothing of yet
 _TRIED_EVERY = 16  # requests: then one has drafts though those of others do not pay
 _CHUNK = 32  # tokens of a row in a step: its features are not kept longer
-_REST, _MOST_RESTING = 32, 4  # tokens without drafts, after which a row is tried again, while there are so few rows
-_TRIED_DRAFTS = 4
+_TRIED_DRAFTS, _MOST_TRIED = 4, 4  # of a row that is tried again, while there are so few rows
+_REST, _LONGEST_REST = 32, 512  # tokens without drafts, after which it is
+_TRIAL_COST = 0.005  # of the steps meanwhile, at most
 
 
 class HeadProposer(Proposer):
@@ -28,7 +29,8 @@ class HeadProposer(Proposer):
     of steps without drafts are kept until then, so that they cost one run of the head for many steps.
 
     A request is followed from its first token or not at all; while drafts do not pay, few of them are. A row that has
-    had no drafts for some tokens is tried again, without verifying them; with many rows it is given up.
+    had no drafts for some tokens is tried again, without verifying them, more and more seldom; with many rows it is
+    given up.
     """
 
     def __init__(self, config: EngineConfig, rows: RequestRows, runs: HeadRuns) -> None:
@@ -40,6 +42,7 @@ class HeadProposer(Proposer):
         self._features = HeadFeatures(max_rows, max_len)
         self._num_admitted = 0
         self._drafted_at = np.zeros(max_rows, dtype=np.int64)  # tokens of each row when it was last drafted for
+        self._rests, self._least_rest = np.full(max_rows, _REST), _REST  # how long each is not drafted for at most
         self._is_tried = np.zeros(max_rows, dtype=bool)  # what is predicted is not verified
         self.odds = DraftOdds(max_rows, speculation.num_drafts, (1,), _AT_FIRST)
         self.costs = StepCosts()
@@ -53,12 +56,15 @@ class HeadProposer(Proposer):
         self._num_admitted += 1
         self._features.admit(request.row, request.num_computed_tokens, is_followed)
         self._drafted_at[request.row], self._is_tried[request.row] = len(request.token_ids), False
+        self._rests[request.row] = self._least_rest
 
     def clear(self, rows: np.ndarray) -> None:
         self._features.is_followed[rows] = False
 
     def learn_costs(self, costs: StepCosts) -> None:
         self.costs, self._num_admitted = costs, 0
+        rest = int(_TRIED_DRAFTS * costs.of_draft(1) / _TRIAL_COST)
+        self._least_rest = min(max(_REST, rest), _LONGEST_REST)
 
     def time_drafts(self, num_rows: int) -> bool:
         self._runs.run_padding(num_rows)
@@ -68,7 +74,7 @@ class HeadProposer(Proposer):
         num_tokens = len(rows) if counts is None else int(counts.sum())
         is_chunk = counts is not None and int(counts.max()) > _CHUNK
         num_rested = self.rows.num_tokens[rows] - self._drafted_at[rows]
-        self._features.is_followed[rows[num_rested >= 2 * _REST]] = False  # they may have no drafts
+        self._features.is_followed[rows[num_rested > self._rests[rows] + _REST]] = False  # they may have no drafts
         tapped = self._runs.head.tapped[:num_tokens]
         self._features.add(rows, starts, counts, self.rows.num_admissions[rows], tapped, must_copy=not is_chunk)
         if is_chunk or self._features.num_pending > MOST_PENDING:
@@ -106,7 +112,7 @@ class HeadProposer(Proposer):
     def propose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> Drafts:
         chosen = self._choose(rows, most, num_tokens)
         is_tried = self._is_resting(rows) & (chosen == 0)
-        if is_tried.any() and np.count_nonzero(self._features.is_followed) > _MOST_RESTING:
+        if is_tried.any() and self._are_many:
             self._features.is_followed[rows[is_tried]] = False
             is_tried[:] = False
         wanted = np.where(is_tried, np.minimum(most, _TRIED_DRAFTS), chosen)
@@ -116,6 +122,9 @@ class HeadProposer(Proposer):
             is_ready &= self._features.begins[rows] == self.rows.num_tokens[rows] - 1
             wanted, chosen = np.where(is_ready, wanted, 0), np.where(is_ready, chosen, 0)
         token_ids = self._draft(rows, wanted)
+        tried = rows[is_tried & (wanted > 0)]
+        self._rests[rows[chosen > 0]] = self._least_rest
+        self._rests[tried] = np.minimum(2 * self._rests[tried], _LONGEST_REST)
         self._is_tried[rows[wanted > 0]] = is_tried[wanted > 0]
         return Drafts(chosen, token_ids[self.odds.places < chosen[:, None]])
 
@@ -131,10 +140,15 @@ class HeadProposer(Proposer):
             self._drafted_at[rows] = known
         return token_ids
 
+    @property
+    def _are_many(self) -> bool:
+        return np.count_nonzero(self._features.is_followed) > _MOST_TRIED
+
     def _is_resting(self, rows: np.ndarray) -> np.ndarray:
         """[n] bool: of rows [n], those that have had no drafts for long."""
         num_rested = self.rows.num_tokens[rows] - self._drafted_at[rows]
-        is_resting: np.ndarray = (num_rested >= _REST) & self._features.is_followed[rows]
+        rests = _REST if self._are_many else self._rests[rows]
+        is_resting: np.ndarray = (num_rested >= rests) & self._features.is_followed[rows]
         return is_resting
 
     def _choose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> np.ndarray:

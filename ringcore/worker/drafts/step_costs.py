@@ -34,6 +34,11 @@ class StepCosts:
         # A token beyond the last size costs what those before it cost on average: more than the last few may.
         self._slope = (least[-1] - least[0]) / (sizes[-1] - 1)
 
+    def of_draft(self, num_rows: int) -> float:
+        """One more draft of num_rows >= 1 rows, without its verification, against a step of theirs without drafts."""
+        place = min(num_rows, len(self._of_draft) - 1), min(num_rows, len(self._seconds) - 1)
+        return float(self._of_draft[place[0]] / self._seconds[place[1]])
+
     def relative(self, num_tokens: int, most: int, num_rows: int = 1) -> np.ndarray:
         """[most + 1]: the time of a step of num_tokens >= 1 known tokens and i drafts, against one without. num_rows:
         among which the drafts are divided."""
