@@ -142,7 +142,7 @@ class HeadProposer(Proposer):
 
     @property
     def _are_many(self) -> bool:
-        return np.count_nonzero(self._features.is_followed) > _MOST_TRIED
+        return int(np.count_nonzero(self._features.is_followed)) > _MOST_TRIED
 
     def _is_resting(self, rows: np.ndarray) -> np.ndarray:
         """[n] bool: of rows [n], those that have had no drafts for long."""
