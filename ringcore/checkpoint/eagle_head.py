@@ -56,13 +56,14 @@ def read_eagle_head(files: ModelFiles, model: ModelSpec) -> EagleHeadSpec:
     whole = Metadata(read_json(files.config_path), files.config_path)
     nested = whole.child(_NESTED)
     given = whole if nested is None else nested
-    config = Metadata({**given.values, "tie_word_embeddings": False}, given.path, given.prefix)
+    own = {"tie_word_embeddings": False, "num_hidden_layers": 1}
+    config = Metadata({**given.values, **own}, given.path, given.prefix)
     if whole.integer("num_hidden_layers" if nested is None else "num_layers", 1) != 1:
         raise whole.error("num_hidden_layers", "is above 1; a head has one layer")
     for name in ("quantization_config", "compression_config"):
         if name in whole:
             raise whole.error(name, "is given: a quantized head is not computed; give one in 16 bits")
-    layer = read_native_spec(Metadata({**config.values, "num_hidden_layers": 1}, config.path), files, "", LAYER_FAMILY)
+    layer = read_native_spec(config, files, "", LAYER_FAMILY)
     _check_sizes(whole, layer, model)
     draft_vocab_size = whole.integer("draft_vocab_size", model.vocab_size, high=MAX_SIZES["vocab_size"])
     if draft_vocab_size > model.vocab_size:
@@ -96,8 +97,10 @@ def _taps(config: Metadata, num_layers: int) -> list[int]:
     """Absent: those that EAGLE-3 trains with. In `eagle_config` a number is the layer whose output is taken."""
     name, nested = "eagle_aux_hidden_state_layer_ids", config.child("eagle_config")
     given = config.get(name) or None
-    if given is None and nested is not None and nested.get(name):
-        given = [one + 1 if isinstance(one, int) else one for one in nested.get(name)]
+    if nested is not None and not nested.flag("use_aux_hidden_state", True):
+        raise nested.error("use_aux_hidden_state", "is false; a head of EAGLE-3 has hidden states of several layers")
+    if given is None and nested is not None and isinstance(outputs := nested.get(name), list) and outputs:
+        given = [one + 1 if type(one) is int else one for one in outputs]
     if given is None:
         given = [2, num_layers // 2, num_layers - 3]
     is_list = isinstance(given, list) and len(given) == NUM_TAPS

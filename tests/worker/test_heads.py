@@ -154,6 +154,7 @@ def _without(name: str) -> dict[str, torch.Tensor]:
         (SHAPES, {"draft_vocab_size": 200}, r"'draft_vocab_size' is 200, above the model's 97"),
         (SHAPES, {"num_hidden_layers": 2}, r"'num_hidden_layers' is above 1"),
         (SHAPES, {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, r"a list of 3 layers from 0 to 3"),
+        (SHAPES, {"eagle_config": {"use_aux_hidden_state": False}}, r"'eagle_config.use_aux_hidden_state' is false"),
         (SHAPES, {"quantization_config": {"quant_method": "fp8"}}, r"a quantized head is not computed"),
         (SHAPES, {"num_key_value_heads": 3}, r"3 key/value heads do not divide 4"),
     ],

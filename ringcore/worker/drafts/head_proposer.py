@@ -1,4 +1,4 @@
-"""Drafts of a head that was trained for the model (EAGLE-3)."""
+"""Drafts of a head that was trained for the model (EAGLE-3, MTP)."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ class HeadProposer(Proposer):
     # Drafts.
 
     def may_propose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> bool:
-        return bool(self._choose(rows, most, num_tokens).any() or self._is_resting(rows).any())
+        return bool(self._choose(rows, most, num_tokens).any() or self._is_due(rows, most).any())
 
     def propose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> Drafts:
         chosen = self._choose(rows, most, num_tokens)
-        is_tried = self._is_resting(rows) & (chosen == 0)
+        is_tried = self._is_due(rows, most) & (chosen == 0)
         if is_tried.any() and self._are_many:
             self._features.is_followed[rows[is_tried]] = False
             is_tried[:] = False
@@ -144,12 +144,12 @@ class HeadProposer(Proposer):
     def _are_many(self) -> bool:
         return int(np.count_nonzero(self._features.is_followed)) > _MOST_TRIED
 
-    def _is_resting(self, rows: np.ndarray) -> np.ndarray:
-        """[n] bool: of rows [n], those that have had no drafts for long."""
+    def _is_due(self, rows: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """[n] bool: of rows [n], those that have had no drafts for long, and may have most [n]."""
         num_rested = self.rows.num_tokens[rows] - self._drafted_at[rows]
-        rests = _REST if self._are_many else self._rests[rows]
-        is_resting: np.ndarray = (num_rested >= rests) & self._features.is_followed[rows]
-        return is_resting
+        is_due: np.ndarray = num_rested >= (_REST if self._are_many else self._rests[rows])
+        is_due &= self._features.is_followed[rows] & (most > 0) & (self.margin < np.inf)
+        return is_due
 
     def _choose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> np.ndarray:
         limits = np.where(self._features.is_followed[rows], most, 0)
