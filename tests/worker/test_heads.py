@@ -21,6 +21,7 @@ from tiny_heads import HEAD_CONFIG, HeadReference, head_tensors, write_head
 
 from ringcore.errors import ConfigError, ModelLoadError, RingcoreError
 from ringcore.protocol.codec import int_array
+from ringcore.worker.drafts import head_runs
 from ringcore.worker.runner import draft_costs
 from ringcore.worker.worker import Worker
 
@@ -71,8 +72,10 @@ def test_every_row_writes_what_it_would_alone(
 
 
 def test_prompts_in_chunks_prefixes_of_others_and_requests_that_were_preempted(
-    worker: Worker, seen: list[tuple[int, ...]]
+    worker: Worker, seen: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run of the head has at most 7 tokens."""
+    monkeypatch.setattr(head_runs, "MOST_AT_ONCE", 7)
     blocks = [*range(1, 17)]
     run(worker, {0: 33}, new=[admit(0, LONG, blocks)])
     run(worker, {0: 5})

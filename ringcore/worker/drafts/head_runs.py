@@ -13,7 +13,9 @@ from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.worker.drafts.head_features import Due
 from ringcore.worker.rows.request_rows import RequestRows
 
-__all__ = ["HeadRuns"]
+__all__ = ["MOST_AT_ONCE", "HeadRuns"]
+
+MOST_AT_ONCE = 2048  # tokens of a run
 
 
 class HeadRuns:
@@ -32,6 +34,15 @@ class HeadRuns:
 
     def compute(self, due: Due) -> None:
         """The tokens of the model's steps."""
+        firsts = np.cumsum(due.counts) - due.counts
+        for begin in range(0, len(due.tapped), MOST_AT_ONCE):
+            tapped = due.tapped[begin : begin + MOST_AT_ONCE]
+            lows = np.maximum(firsts, begin)
+            counts = np.minimum(firsts + due.counts, begin + len(tapped)) - lows
+            is_in = counts > 0
+            self._compute(Due(due.rows[is_in], (due.starts + lows - firsts)[is_in], counts[is_in], tapped))
+
+    def _compute(self, due: Due) -> None:
         token_rows = np.repeat(due.rows, due.counts)
         firsts = np.cumsum(due.counts) - due.counts
         positions = np.arange(len(token_rows)) + np.repeat(due.starts - firsts, due.counts)
