@@ -57,7 +57,7 @@ class DraftHead(ABC):
     def __init__(self, hidden_size: int, taps: Sequence[int], dtype: torch.dtype, most: int) -> None:
         """taps: the layers of the model before which its residual stream is taken, that many being after the last.
         most: the most tokens of a step of the model."""
-        self.hidden_size, self._taps, self._dtype, self._most = hidden_size, tuple(taps), dtype, most
+        self.hidden_size, self.taps, self._dtype, self._most = hidden_size, tuple(taps), dtype, most
 
     @property
     @abstractmethod
@@ -79,7 +79,7 @@ class DraftHead(ABC):
         for layer in self._layers():
             layer.bind(seen, updatable)
         self._bind_model(seen.device, embed, compute_logits)
-        width = len(self._taps) * self.hidden_size
+        width = len(self.taps) * self.hidden_size
         self.tapped = torch.zeros(self._most, width, dtype=self._dtype, device=seen.device)
 
     def refresh(self) -> None:
@@ -87,12 +87,12 @@ class DraftHead(ABC):
         for layer in self._layers():
             layer.refresh()
 
-    def tap(self, layer: int, stream: Residual) -> None:
-        """Called by the model before each of its layers, and after the last, with its residual stream."""
-        for place, tap in enumerate(self._taps):
+    def tap(self, layer: int, rows: torch.Tensor) -> None:
+        """Called by the model before each of `taps`, and after its last layer, with its residual stream, [n,
+        hidden_size]."""
+        for place, tap in enumerate(self.taps):
             if tap == layer:
-                columns = slice(place * self.hidden_size, (place + 1) * self.hidden_size)
-                self.tapped[: len(stream), columns].copy_(stream.rows)
+                self.tapped[: len(rows), place * self.hidden_size : (place + 1) * self.hidden_size].copy_(rows)
 
     @abstractmethod
     def features(self, tapped: torch.Tensor) -> torch.Tensor:
