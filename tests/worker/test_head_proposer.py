@@ -125,6 +125,18 @@ def test_while_drafts_do_not_pay_one_request_in_sixteen_has_them() -> None:
     assert [index for index, is_followed in enumerate(followed) if is_followed] == [0, 16, 32]
 
 
+def test_what_the_engine_asks_for_counts_for_new_requests() -> None:
+    driven = Driven()
+    for margin, due in ((1.15, True), (16.0, False), (1.15, True)):
+        driven.rows.clear()
+        driven.admit(0)
+        driven.proposer.margin = margin
+        driven.step([0], 7)
+        driven.proposer.margin = 1.0  # of a step of prompts
+        driven.admit(1)
+        assert driven.proposer._features.is_followed[1] == due
+
+
 def test_a_step_that_must_have_none_has_none() -> None:
     driven = Driven()
     driven.admit(0)

@@ -16,7 +16,7 @@ from ringcore.worker.rows.request_rows import UNKNOWN_TOKEN, RequestRows
 __all__ = ["HeadProposer"]
 
 _AT_FIRST = (0.7,)  # the odds of a draft, before any was seen
-_MARGIN = 1.15  # for a new request, whose steps the engine says nothing of yet
+_MARGIN = 1.15  # of a new request, before the engine has asked for one
 _TRIED_EVERY = 16  # requests: then one has drafts though those of others do not pay
 _CHUNK = 32  # tokens of a row in a step: its features are not kept longer
 _TRIED_DRAFTS, _MOST_TRIED = 4, 4  # of a row that is tried again, while there are so few rows
@@ -41,6 +41,7 @@ class HeadProposer(Proposer):
         self._num_drafts, self._runs = speculation.num_drafts, runs
         self._features = HeadFeatures(max_rows, max_len)
         self._num_admitted = 0
+        self._asked = _MARGIN  # the last margin of a step that might have drafts
         self._drafted_at = np.zeros(max_rows, dtype=np.int64)  # tokens of each row when it was last drafted for
         self._rests, self._least_rest = np.full(max_rows, _REST), _REST  # how long each is not drafted for at most
         self._is_tried = np.zeros(max_rows, dtype=bool)  # what is predicted is not verified
@@ -152,6 +153,8 @@ class HeadProposer(Proposer):
         return is_due
 
     def _choose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> np.ndarray:
+        if self.margin < np.inf:
+            self._asked = max(_MARGIN, self.margin)
         limits = np.where(self._features.is_followed[rows], most, 0)
         return self.odds.choose(rows, limits, num_tokens, self.costs, self.margin)
 
@@ -161,5 +164,4 @@ class HeadProposer(Proposer):
         num_drafts = np.arange(self._num_drafts + 1)
         gained = (self.odds.of_all() ** num_drafts).cumsum()
         cost = self.costs.relative(num_rows, num_rows * self._num_drafts, num_rows)[num_rows * num_drafts]
-        least = max(_MARGIN, self.margin) if self.margin < np.inf else _MARGIN
-        return bool((gained >= least * cost).any())
+        return bool((gained >= self._asked * cost).any())
