@@ -1,5 +1,5 @@
 """Speculative decoding: edits, quotes and free text of a real model; or, of random weights on a GPU, what a step with
-drafts costs, what drafts of a given quality bring, and what text without drafts loses."""
+drafts costs, what drafts of a given quality bring, and what text without drafts loses. By suffixes, or by a head."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from benchmarks.driver import BenchmarkError
 from benchmarks.harness import Benchmark, Plan, interleave, note, numbers
+from benchmarks.heads import write_head
 from benchmarks.models import find_published
 from benchmarks.peers.rows import facts
 from benchmarks.peers.suffix_loops import microseconds
@@ -29,14 +30,16 @@ from ringcore.protocol.requests import EngineCoreRequest
 
 __all__ = ["Speculation"]
 
-ON, OFF, KNOWN = "ringcore", "without drafts", "known text"
+ON, OFF, KNOWN, HEAD = "ringcore", "without drafts", "known text", "a head"
 BATCHES, SHAPES_BATCHES = "1,4,16", "1,8,32"
 TOKENS = 96
 SPECULATIVE: Mapping[str, Any] = {
     ON: {"method": "suffix"},
     OFF: None,
     KNOWN: {"method": "benchmarks.peers.known_text:KnownText"},
+    HEAD: {"method": "eagle3"},
 }
+RANDOM = "random"
 
 
 class Speculation(Benchmark):
@@ -54,12 +57,19 @@ class Speculation(Benchmark):
         parser.add_argument("--device", default="cpu", help="of the engines (default: cpu)")
         parser.add_argument("--shapes", metavar="MODEL", help="a published model with random weights, for a GPU")
         parser.add_argument("--chances", default="0,70,100", help="percent of known drafts that are right, of --shapes")
-        parser.add_argument("--drafts", type=int, default=4, help="of a row and step, of known drafts (default: 4)")
+        parser.add_argument(
+            "--drafts", type=int, default=4, help="of a row and step, of known drafts or a head's (default: 4)"
+        )
+        parser.add_argument(
+            "--head", metavar="FOLDER", help=f"of an EAGLE-3 head, in place of suffixes; {RANDOM!r}: random weights"
+        )
 
     def run(self, plan: Plan) -> Findings:
         options, measurements, checks = plan.options, [], []
-        with _model(plan) as folder:
-            names = (ON, OFF, KNOWN) if options.shapes else (ON, OFF)
+        with _model(plan) as folder, _head(options, folder) as options.head:
+            names = (_subject(options), OFF)
+            if options.shapes and not options.head:
+                names = (*names, KNOWN)
             engines = {name: _Engine(folder, options, name) for name in names}
             try:
                 for name, load in _loads(options, engines[OFF]):
@@ -73,10 +83,27 @@ class Speculation(Benchmark):
             finally:
                 for engine in engines.values():
                     engine.core.shutdown()
-        checks.append(_cost_of_drafts())
+        if not options.head:
+            checks.append(_cost_of_drafts())
         engine_facts = {**facts(("ringcore",)), "env": {}}
         named = dict.fromkeys(engines, engine_facts)
         return Findings(measurements=measurements, engines=named, conditions=_conditions(options), checks=checks)
+
+
+@contextmanager
+def _head(options: argparse.Namespace, model: Path) -> Iterator[str | None]:
+    """The folder of the head."""
+    if options.head != RANDOM:
+        yield options.head
+        return
+    with tempfile.TemporaryDirectory(prefix="head-") as folder:
+        write_head(model, Path(folder))
+        yield folder
+
+
+def _subject(options: argparse.Namespace) -> str:
+    """The engine that is compared with the one without drafts."""
+    return HEAD if options.head else ON
 
 
 @contextmanager
@@ -98,17 +125,25 @@ def _loads(options: argparse.Namespace, engine: _Engine) -> Iterator[tuple[str, 
     if options.shapes is None:
         tokenizer = load_tokenizer(find_model(str(engine.folder), "auto"))
         by_batch = [real_loads(tokenizer, batch, options.tokens) for batch in batches]
-        yield from ((ON, load) for loads in zip(*by_batch, strict=True) for load in loads)
+        yield from ((_subject(options), load) for loads in zip(*by_batch, strict=True) for load in loads)
         return
     vocab_size = engine.core.config.model.spec.vocab_size
-    yield from ((ON, free_load(batch, options.tokens, vocab_size)) for batch in batches)
-    yield from ((ON, forced_load(batch, options.tokens, vocab_size, None)) for batch in batches)
+    yield from ((_subject(options), free_load(batch, options.tokens, vocab_size)) for batch in batches)
+    yield from ((_subject(options), forced_load(batch, options.tokens, vocab_size, None)) for batch in batches)
+    if options.head:
+        return
     for percent in options.chances.split(","):
         for batch in batches:
             yield KNOWN, forced_load(batch, options.tokens, vocab_size, int(percent) / 100)
 
 
 def _conditions(options: argparse.Namespace) -> list[str]:
+    if options.head:
+        return [
+            f"{options.shapes or 'The model'} on {options.device}; {options.tokens} tokens of a request, from the "
+            f"first token on. Drafts of an EAGLE-3 head, at most {options.drafts} of a row and step. With random "
+            "weights they are wrong: the figures are what a head costs that is of no use.",
+        ]
     if options.shapes:
         return [
             f"{options.shapes} with random weights on {options.device}; {options.tokens} tokens of a request, from the "
@@ -147,8 +182,10 @@ def _rate(engines: Mapping[str, _Engine], load: Load, name: str, round_: int) ->
 class _Engine:
     def __init__(self, folder: Path, options: argparse.Namespace, name: str) -> None:
         speculative = SPECULATIVE[name]
-        if name == KNOWN:
+        if name in (KNOWN, HEAD):
             speculative = {**speculative, "num_drafts": options.drafts}
+        if name == HEAD:
+            speculative["model"] = options.head
         of_shapes: dict[str, Any] = {}
         if options.shapes:
             of_shapes = {"load_format": "dummy", "executor": "multiproc"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ringcore.checkpoint.family import Families, Family
 from ringcore.checkpoint.gguf_header import read_gguf_header
@@ -29,6 +29,7 @@ __all__ = [
     "expected_tensors",
     "expert_matrix",
     "is_dispensable",
+    "layer_tensors",
     "matrices",
     "num_parameters",
     "quantized_bytes",
@@ -41,10 +42,11 @@ ROUTER = "mlp.gate"
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 # Tensors of a checkpoint that are ignored: computed tables, the copy of the embeddings in some tied checkpoints, and
-# scales of a quantized KV cache, which are computed here for each token. Any other tensor that the model does not use
+# scales of a quantized KV cache, which are computed here for each token, and layers of multi-token prediction, which
+# draft and are read by themselves (`mtp_head`). Any other tensor that the model does not use
 # means that the model would compute something else than the checkpoint's.
 _DISPENSABLE = re.compile(
-    r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.[kv]_scale)|lm_head\.weight"
+    r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.[kv]_scale)|lm_head\.weight|model\.mtp_layers\..*"
 )
 
 
@@ -65,10 +67,21 @@ def expected_tensors(spec: ModelSpec, family: Family) -> dict[str, Shape]:
     norms = dict(_norms_of_layer(spec, family))
     for layer in range(spec.num_layers):
         tensors.update((f"model.layers.{layer}.{name}", shape) for name, shape in norms.items())
-    for matrix, size, has_bias in matrices(spec):
-        for tensor in (*_tensors_of(spec, matrix), BIAS) if has_bias else _tensors_of(spec, matrix):
-            tensors[f"{matrix}.{tensor.suffix}"] = tensor.shape(*size)
-    return tensors
+    return tensors | _shapes_of(spec, matrices(spec))
+
+
+def layer_tensors(spec: ModelSpec, family: Family, layer: int, name: str) -> dict[str, Shape]:
+    """Those of a layer as `layer` is, which has another name."""
+    norms = {f"{name}.{norm}": shape for norm, shape in _norms_of_layer(spec, family)}
+    return norms | _shapes_of(spec, _of_layer(spec, layer, name))
+
+
+def _shapes_of(spec: ModelSpec, found: Iterable[tuple[str, tuple[int, int], bool]]) -> dict[str, Shape]:
+    return {
+        f"{matrix}.{tensor.suffix}": tensor.shape(*size)
+        for matrix, size, has_bias in found
+        for tensor in (*_tensors_of(spec, matrix), *([BIAS] if has_bias else []))
+    }
 
 
 def expert_matrix(mixture: str, expert: int, matrix: str) -> str:
@@ -78,19 +91,23 @@ def expert_matrix(mixture: str, expert: int, matrix: str) -> str:
 
 def matrices(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int], bool]]:
     """(name, (outputs, inputs), whether it has a bias) of every matrix but the embedding and a head tied to it."""
+    if not spec.tie_word_embeddings:
+        yield "lm_head", (spec.vocab_size, spec.hidden_size), False
+    for layer in range(spec.num_layers):
+        yield from _of_layer(spec, layer, f"model.layers.{layer}")
+
+
+def _of_layer(spec: ModelSpec, layer: int, layer_name: str) -> Iterator[tuple[str, tuple[int, int], bool]]:
     hidden = spec.hidden_size
     heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if not spec.tie_word_embeddings:
-        yield "lm_head", (spec.vocab_size, hidden), False
-    for layer in range(spec.num_layers):
-        for name, size, has_bias in (
-            ("self_attn.q_proj", (heads, hidden), spec.attention_bias),
-            ("self_attn.k_proj", (kv_heads, hidden), spec.attention_bias),
-            ("self_attn.v_proj", (kv_heads, hidden), spec.attention_bias),
-            ("self_attn.o_proj", (hidden, heads), spec.attention_out_bias),
-            *_of_mlp(spec, layer),
-        ):
-            yield f"model.layers.{layer}.{name}", size, has_bias
+    for name, size, has_bias in (
+        ("self_attn.q_proj", (heads, hidden), spec.attention_bias),
+        ("self_attn.k_proj", (kv_heads, hidden), spec.attention_bias),
+        ("self_attn.v_proj", (kv_heads, hidden), spec.attention_bias),
+        ("self_attn.o_proj", (hidden, heads), spec.attention_out_bias),
+        *_of_mlp(spec, layer),
+    ):
+        yield f"{layer_name}.{name}", size, has_bias
 
 
 def _of_mlp(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, int], bool]]:

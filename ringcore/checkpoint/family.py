@@ -80,6 +80,7 @@ class Family:
 
     # How a checkpoint stores it.
     norms: LayerNorms = LayerNorms()
+    mtp_layers: str | None = None  # the names of layers of multi-token prediction; None: it has none
     gguf: GGUFFormat | None = None  # None: a GGUF file does not tell it from another family
 
     # What is computed, fixed by the family's code and not stated by its configuration.

@@ -95,6 +95,7 @@ class ModelSpec(CommonSpec, frozen=True, kw_only=True, tag="native"):
     sliding_rope: RopeSpec | None = None  # of sliding-window layers, where it differs from `rope`
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: by that of head_dim
     experts: ExpertsSpec | None = None  # None: every layer has an MLP
+    num_mtp_layers: int = 0  # of multi-token prediction, which change nothing of what the model writes
 
     @property
     def num_experts(self) -> int:

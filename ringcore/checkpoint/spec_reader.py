@@ -21,7 +21,7 @@ from ringcore.checkpoint.sliding_windows import read_windows
 from ringcore.checkpoint.transformers_spec import read_transformers_spec
 from ringcore.errors import ModelLoadError
 
-__all__ = ["read_model_spec"]
+__all__ = ["read_model_spec", "read_native_spec"]
 
 _NOT_OF_EXPERTS = (
     "which is not computed; give them in 'fp8', or in 'compressed-tensors' without act-order and scales of inputs"
@@ -63,6 +63,11 @@ def read_model_spec(
     spec = read_transformers_spec(config, files, quantization)
     _check_eos(spec, config.path)
     return spec
+
+
+def read_native_spec(config: Metadata, files: ModelFiles, architecture: str, family: Family) -> ModelSpec:
+    """Of fields that are given as config.json's of this family. Raises `ModelLoadError`."""
+    return _checked(_from_config(config, files, architecture, family, None), config.path)
 
 
 def _from_gguf(files: ModelFiles, families: Families, model_impl: str) -> AnySpec:
@@ -118,6 +123,7 @@ def _from_config(
         query_pre_attn_scalar=_attention_scale(config, family),
         quantization=_quantization(config, quantization, experts),
         experts=experts,
+        num_mtp_layers=0 if family.mtp_layers is None else config.integer("num_nextn_predict_layers", 0, low=0),
     )
 
 

@@ -21,6 +21,7 @@ from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.config.option_checks import check_kv_cache_dtype, check_together, check_values
 from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ringcore.config.sampling_defaults import read_sampling_defaults
+from ringcore.config.speculation import draft_head_of, with_plain_path
 from ringcore.config.value_checks import bad_value
 from ringcore.families import FAMILIES
 from ringcore.host.file_names import as_file_name
@@ -74,14 +75,16 @@ class EngineConfig:
         # Plain strings: the config is sent to other processes.
         for name in ("model", "tokenizer", "admin_keys", "join_keys", "sleep_directory", "host_kv_cache_dir"):
             options[name] = options[name] and as_file_name(os.fspath(options[name]))
+        options["speculative"] = with_plain_path(options["speculative"])
         files = find_model(options["model"], options["load_format"])
         if options["tokenizer"] is not None:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
         spec = read_model_spec(files, FAMILIES, options["model_impl"], options["quantization"])
         spec = with_gguf_weights(spec, files, options["gguf_weights"], options["dtype"], options["device"], Host())
+        head = draft_head_of(options["speculative"], files, spec, FAMILIES)
         defaults = read_sampling_defaults(files) if options["generation_config"] == "auto" else {}
         resolved: dict[type, dict[str, Any]] = {
-            ModelConfig: {"files": files, "spec": spec, "sampling_defaults": defaults},
+            ModelConfig: {"files": files, "spec": spec, "sampling_defaults": defaults, "draft_head": head},
             SchedulerConfig: {"num_stages": options["pipeline_parallel_size"]},
         }
         parts: dict[str, Any] = {

@@ -33,7 +33,7 @@ from ringcore.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
-from ringcore.config.speculation import check_speculative
+from ringcore.config.speculation import check_head_split, check_speculative
 from ringcore.config.split_checks import check_experts, check_split
 from ringcore.config.value_checks import bad_value, check_count, check_seconds
 from ringcore.params.vllm_values import what_to_give
@@ -238,6 +238,8 @@ def check_together(
         check_experts(spec, size, parallel.redundant_experts)
     if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what else cannot be split
         check_split(spec, size, parallel.expert_parallel)
+        if model.draft_head is not None:
+            check_head_split(model.draft_head, scheduler.speculative, size)
     elif not parallel.expert_parallel and (refused := refused_expert_shares(spec, size)) is not None:
         remedy = "give expert_parallel=True, by which each rank has whole experts, or another number"
         raise bad_value("tensor_parallel_size", size, f"{refused}; {remedy}")

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ringcore.checkpoint import AnySpec, ModelFiles
+from ringcore.checkpoint.mtp_head import AnyHeadSpec
 from ringcore.config.rank_layout import LOCALHOST, UNPLACED, RankLayout
-from ringcore.config.speculation import Speculation
+from ringcore.config.speculation import Speculation, speculation_of
 
 __all__ = ["CacheConfig", "DeviceConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
@@ -80,6 +81,7 @@ class ModelConfig:
     files: ModelFiles
     spec: AnySpec
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by the names of `SamplingParams`
+    draft_head: AnyHeadSpec | None = None  # of `SchedulerConfig.speculative`
 
     @property
     def context_len(self) -> int:
@@ -150,8 +152,9 @@ class SchedulerConfig:
     structured_outputs_timeout_s: float = _option(10.0, "a grammar that takes longer to compile is refused")
     speculative: dict[str, Any] | None = _option(
         None,
-        'speculative decoding without a second model, as {"method": "suffix", "num_drafts": 8, "min_match": 3, '
-        '"shared_tokens": 262144}, all but the method optional; None means one token in a step',
+        'speculative decoding, as {"method": "suffix", "num_drafts": 8, "min_match": 3, "shared_tokens": 262144}, all '
+        'but the method optional, or {"method": "eagle3", "model": FOLDER, "num_drafts": 4}, or {"method": "mtp", '
+        '"num_drafts": 2}; None means one token in a step',
     )
     # resolved
     num_stages: int = 1  # `ParallelConfig.pipeline_parallel_size`
@@ -169,7 +172,7 @@ class SchedulerConfig:
     @property
     def speculation(self) -> Speculation | None:
         """`speculative` with its defaults."""
-        return None if self.speculative is None else Speculation(**self.speculative)
+        return speculation_of(self.speculative)
 
     @property
     def max_gain(self) -> int:

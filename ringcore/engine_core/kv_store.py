@@ -65,12 +65,13 @@ def _count(option: str, num_bytes: int, block_bytes: int, where: str) -> int:
 
 def _namespace(config: EngineConfig, ranks: Sequence[KVCacheConfig]) -> bytes:
     """What the contents of a block depend on besides its tokens, the request's own keys and the layout of its page."""
-    layout = config.parallel.layout
+    layout, head = config.parallel.layout, config.model.draft_head
     parts = {
         "format": 2,
         "version": __version__,  # another one may compute a layer in another way
         "model": model_fingerprint(config.model.files, config.model.seed),
         "implementation": config.model.model_impl,
+        "draft_head": None if head is None else model_fingerprint(head.files, config.model.seed),
         "quantization": config.model.spec.quantization,
         "groups": [rank.groups for rank in ranks],  # of each rank: layers, heads, sizes, dtypes, windows
         "stages": layout.num_stages,

@@ -28,6 +28,7 @@ __all__ = [
     "WeightPart",
     "load_weights",
     "pending_weights",
+    "read_again",
 ]
 
 _ALIGNMENT = 256  # bytes: of each tensor in the shared allocation
@@ -71,6 +72,22 @@ def pending_weights(
             return
         with PrefetchedWeights(weights, source, device, allocate) as prefetched:
             yield prefetched
+
+
+def read_again(
+    weights: Sequence[Weight], files: ModelFiles, seed: int, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Into the tensors that hold the weights, by name, which have lost their contents. Raises `ModelLoadError`."""
+    wanted = [part.checkpoint_name for weight in weights for part in weight.parts]
+    with open_source(files, seed, wanted) as source:
+        for weight in weights:
+            tensor = tensors[weight.name]
+            if not weight.is_filled:
+                tensor.zero_()
+            for part, out in weight.places(tensor):
+                source.read(part, weight.init, out)
+            if (arrangement := weight.arrangement_on(device)) is not None:
+                arrangement.arrange(tensor)
 
 
 class PendingWeights:

@@ -173,7 +173,8 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
     ),
     **_all(
         "speculative_config spec_method spec_model spec_tokens",
-        'it is speculative={"method": "suffix"} here, for ngram too; a draft model, EAGLE and MTP are not served',
+        'it is speculative={"method": "suffix"} here, for ngram too, {"method": "eagle3", "model": FOLDER} or '
+        '{"method": "mtp"}; a draft model is not served',
     ),
     **_all("enable_expert_parallel", "it is expert_parallel here", False),
     **_all("enable_eplb", "give redundant_experts=N here: experts are placed by their tokens, also with 0", False),

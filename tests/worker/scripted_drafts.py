@@ -8,11 +8,12 @@ from typing import ClassVar
 import numpy as np
 
 from ringcore.protocol.codec import int_array
+from ringcore.worker.drafts.head_proposer import HeadProposer
 from ringcore.worker.drafts.proposer import Drafts, Proposer
 from ringcore.worker.drafts.step_costs import StepCosts
 from ringcore.worker.drafts.suffix_proposer import SuffixProposer
 
-__all__ = ["FreeSuffix", "ScriptedDrafts"]
+__all__ = ["FreeHead", "FreeSuffix", "ScriptedDrafts"]
 
 
 class FreeSuffix(SuffixProposer):
@@ -20,6 +21,13 @@ class FreeSuffix(SuffixProposer):
 
     def learn_costs(self, costs: StepCosts) -> None:
         self.costs = StepCosts((1, 2), (1.0, 1.0))
+
+
+class FreeHead(HeadProposer):
+    """Likewise."""
+
+    def learn_costs(self, costs: StepCosts) -> None:
+        super().learn_costs(StepCosts((1, 2), (1.0, 1.0)))
 
 
 class ScriptedDrafts(Proposer):

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from device_runner import rows_on_device
+from tiny_heads import constant_head, write_head
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import ConfigError, UnknownOptionError
@@ -22,6 +25,7 @@ from ringcore.worker.runner import draft_costs
 OPTIONS = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 SUFFIX = {"method": "suffix", "num_drafts": 5, "min_match": 1}
 FREE = SUFFIX | {"method": "scripted_drafts:FreeSuffix"}
+FREE_HEAD = "scripted_drafts:FreeHead"
 REPEATED = [5, 17, 80, 3, 44, 9, 61] * 3
 PROMPTS = [REPEATED, REPEATED[:16], [11, 60, 23, 11, 60, 23], [7, 7, 7, 7, 7], REPEATED[2:], [90, 12, 33]]
 
@@ -95,6 +99,54 @@ def test_an_engine_with_drafts_writes_the_same(
         assert write(core, "first") == plain
         assert write(core, "first") == plain  # by what the first wrote
         check(core, "num_blocks_override" in options)
+    finally:
+        core.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": "uniproc"},
+        {"executor": "uniproc", "steps_in_flight": 2, "num_blocks_override": 24, "max_model_len": 64},  # preempted
+        pytest.param(
+            {"executor": "multiproc", "tensor_parallel_size": 2, "steps_in_flight": 2},
+            id="two ranks",
+            marks=pytest.mark.long_form,
+        ),
+    ],
+)
+def test_an_engine_with_a_head_writes_the_same(
+    tiny_llama: tuple[str, Any], plain: list[list[int]], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """It drafts what one of the requests writes, and the others do not."""
+    head = write_head(tmp_path, constant_head(5))
+    core = engine(tiny_llama[0], speculative={"method": FREE_HEAD, "model": head}, **options)
+    try:
+        assert write(core, "first") == plain
+        assert write(core, "first") == plain  # with cached prefixes
+        check(core, "num_blocks_override" in options)
+    finally:
+        core.shutdown()
+
+
+def test_a_head_sleeps_with_the_model(tiny_llama: tuple[str, Any], plain: list[list[int]], tmp_path: Path) -> None:
+    head = write_head(tmp_path, constant_head(5))
+    options = {"executor": "uniproc", "enable_sleep_mode": True}
+    core = engine(tiny_llama[0], speculative={"method": FREE_HEAD, "model": head}, **options)
+    own: Any = core._executor._worker._runner.paged.model.draft_head  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        features = own.features(torch.ones_like(own.tapped[:1]))
+    try:
+        core.sleep(1)
+        core.wake_up()
+        assert write(core, "first") == plain
+        core.sleep(2)
+        core.wake_up()
+        core.reload_weights(tiny_llama[0])
+        with torch.inference_mode():
+            assert torch.equal(own.features(torch.ones_like(own.tapped[:1])), features)
+        assert write(core, "first") == plain
+        check(core, is_short=False)
     finally:
         core.shutdown()
 

@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, assert_never
 
 from ringcore.checkpoint import ModelSpec, TransformersSpec
+from ringcore.checkpoint.eagle_head import EagleHeadSpec
+from ringcore.checkpoint.mtp_head import AnyHeadSpec, MtpHeadSpec
 from ringcore.distributed.parallel import ONLY_STAGE
 from ringcore.families import FAMILIES
 from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
     from ringcore.checkpoint import AnySpec, Families
     from ringcore.distributed.parallel import Stage, TensorParallel
     from ringcore.model_executor.models.base import CausalLM
+    from ringcore.model_executor.models.draft_head import DraftHead
 
-__all__ = ["build_model", "model_class"]
+__all__ = ["build_head", "build_model", "model_class"]
 
 
 def build_model(
@@ -47,6 +50,31 @@ def build_model(
             return TransformersModel(spec, *given)
         case _:
             assert_never(spec)
+
+
+def build_head(
+    head: AnyHeadSpec,
+    index: int,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    max_model_len: int,
+    most: int,
+    families: Families = FAMILIES,
+) -> DraftHead:
+    """A head of one rank, without weights. index: of its attention layer, after those of the model. most: the most
+    tokens of a step of the model."""
+    given = index, tp, dtype, max_model_len, most
+    match head:
+        case EagleHeadSpec():
+            from ringcore.model_executor.models.eagle_head import EagleHead
+
+            return EagleHead(head, *given)
+        case MtpHeadSpec():
+            from ringcore.model_executor.models.mtp_head import MtpHead
+
+            return MtpHead(head, families[head.layer.architecture], *given)
+        case _:
+            assert_never(head)
 
 
 def model_class(architecture: str, families: Families = FAMILIES) -> type[CausalLM]:

@@ -16,6 +16,7 @@ from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.model_executor.weight import Tensors, Weight
 from ringcore.protocol.model_report import ModelReport
 
@@ -29,6 +30,7 @@ class CausalLM(ABC):
     hidden_size: int
     stage: Stage
     attention_layers: Sequence[AnyAttention]  # of the stage
+    draft_head: DraftHead | None = None
     elsewhere: Sequence[Weight]  # of other stages, and all experts where each is on some ranks only
 
     @abstractmethod
@@ -60,6 +62,14 @@ class CausalLM(ABC):
     @abstractmethod
     def weights(self) -> Sequence[Weight]:
         """Every tensor of this rank: its final (fused, sharded) shape and the checkpoint slices that fill it."""
+
+    def attach(self, head: DraftHead) -> None:
+        """Takes a head that drafts: its attention layer is one of the model's, and the forward pass calls its `tap`."""
+        raise AssertionError(f"{type(self).__name__} has no place for a head: refused with the options")
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: [n] int64 -> a new tensor [n, hidden_size], for a head."""
+        raise AssertionError(f"{type(self).__name__} has no head")
 
     def may_ignore(self, checkpoint_name: str) -> bool:
         """Whether a checkpoint may have this tensor though the stage does not use it."""

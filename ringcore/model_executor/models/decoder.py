@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from functools import partial
+from itertools import chain, pairwise
 from typing import ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from ringcore.model_executor.layers.rotary import RotaryEmbedding
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
+from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.model_executor.models.layer_builder import LayerBuilder
 from ringcore.model_executor.models.mixture import Experts
 from ringcore.model_executor.models.recorded_layers import RecordedLayers
@@ -71,7 +73,9 @@ class DenseDecoder(CausalLM):
         self.lm_head = ParallelLMHead(
             "lm_head", "lm_head", spec.vocab_size, size, dtype=dtype, tp=tp, tied=tied, scheme_of=of_head
         )
+        self._num_ranks = tp.size
         self._recorded = RecordedLayers(self._run_layers, num_ranks=tp.size)
+        self._between_taps: dict[int, RecordedLayers] = {}  # with a head that drafts, by their first layer
         self._take_stage(layers, [self.embed_tokens], [*([] if tied is None else [tied]), self.norm, self.lm_head])
 
     def _take_stage(
@@ -110,12 +114,20 @@ class DenseDecoder(CausalLM):
             build.post_normed(build.mlp(), "mlp_out_norm", names.mlp_out),
         )
 
+    def attach(self, head: DraftHead) -> None:
+        self.draft_head = head
+        self.attention_layers = [*self.attention_layers, head.attention]
+        ends = sorted({0, *head.taps, len(self.layers)})
+        runs = [(begin, partial(_run, self.layers[begin:end])) for begin, end in pairwise(ends)]
+        self._between_taps = {begin: RecordedLayers(run, self._num_ranks) for begin, run in runs}
+
     def weights(self) -> list[Weight]:
         return _weights_of(self._weighted)
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Pops from `tensors` layer by layer, so that a weight and its packed copy coexist only briefly."""
-        self._recorded.forget()
+        for recorded in (self._recorded, *self._between_taps.values()):
+            recorded.forget()
         seen = SeenTensors(tensors)
         for layer in self._weighted:
             layer.bind(seen, updatable)
@@ -142,12 +154,22 @@ class DenseDecoder(CausalLM):
         # each time. In a simulation of every rounding, SmolLM2's log-probabilities in bfloat16 are 0.0165 off in the
         # mean with a stream of bfloat16, and 0.0082 with this one.
         hidden = self.embed(inputs).float() if self.stage.is_first else inputs.clone()
-        return self._recorded(hidden, layer_inputs)
+        return self._recorded(hidden, layer_inputs) if self.draft_head is None else self._tapped(hidden, layer_inputs)
 
     def _run_layers(self, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
         for layer in self.layers:
             layer(hidden, inputs)
         return hidden.normed(self.norm) if self.stage.is_last else hidden.rows
+
+    def _tapped(self, rows: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+        """As `_run_layers`, in runs of layers between those before which the head takes the residual stream."""
+        head = self.draft_head
+        assert head is not None
+        for begin, layers in self._between_taps.items():
+            head.tap(begin, rows)
+            rows = layers(rows, inputs)
+        head.tap(len(self.layers), rows)
+        return Residual(rows).normed(self.norm)
 
     def compute_logits(
         self, hidden: torch.Tensor, out: torch.Tensor | None = None, tokens: TokenContext = NO_TOKEN_CONTEXT
@@ -155,6 +177,12 @@ class DenseDecoder(CausalLM):
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, complete and equal on every rank; in `out`,
         contiguous, where given. tokens: of the rows of `hidden`."""
         return self.lm_head(hidden, tokens, out)
+
+
+def _run(layers: Sequence[DecoderLayer], hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
+    for layer in layers:
+        layer(hidden, inputs)
+    return hidden.rows
 
 
 def _weights_of(layers: Iterable[WeightedLayer]) -> list[Weight]:

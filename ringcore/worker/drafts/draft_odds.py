@@ -21,13 +21,15 @@ class DraftOdds:
     Counted by the length of the match, since a longer one is right more often, of each row and of all rows together.
     """
 
-    def __init__(self, max_rows: int, num_drafts: int, lengths: tuple[int, ...]) -> None:
-        """lengths: of the index's n-grams, the classes of a match."""
+    def __init__(
+        self, max_rows: int, num_drafts: int, lengths: tuple[int, ...], at_first: tuple[float, ...] = _AT_FIRST
+    ) -> None:
+        """lengths: of the index's n-grams, the classes of a match. at_first: the odds of each."""
         self._lengths, self.places = np.array(lengths), np.arange(num_drafts)
         self.token_ids = np.zeros((max_rows, num_drafts), dtype=np.int32)  # predicted, of which `counts` count
         self.counts, self._kinds, self.num_known = np.zeros((3, max_rows), dtype=np.int64)
         self._right, self._seen = np.zeros((2, max_rows, len(lengths)))
-        self._all_right, self._all_seen = _PRIOR * np.array(_AT_FIRST), np.full(len(lengths), _PRIOR)
+        self._all_right, self._all_seen = _PRIOR * np.array(at_first), np.full(len(lengths), _PRIOR)
 
     def admit(self, row: int) -> None:
         self.counts[row] = 0
@@ -69,6 +71,10 @@ class DraftOdds:
         odds: np.ndarray = (self._right[rows, kinds] + _PRIOR * of_all) / (self._seen[rows, kinds] + _PRIOR)
         return odds
 
+    def of_all(self) -> float:
+        """Of a draft of any row, if those before it were right."""
+        return float(self._all_right.sum() / self._all_seen.sum())
+
     def choose(
         self, rows: np.ndarray, most: np.ndarray, num_tokens: int, costs: StepCosts, margin: float
     ) -> np.ndarray:
@@ -83,7 +89,7 @@ class DraftOdds:
         order = order[:total]
         of_draft = odds.reshape(-1)[order]
         promised = np.concatenate(([0.0], np.cumsum(of_draft)))
-        cost = costs.relative(num_tokens, len(order))
+        cost = costs.relative(num_tokens, len(order), len(rows))
         least = np.zeros(len(order) + 1)  # what each of them promises the row that gains least
         if most.all() and total >= len(rows):
             of_row = np.zeros((len(order) + 1, len(rows)))

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
+from ringcore.worker.drafts.head_proposer import HeadProposer
+from ringcore.worker.drafts.head_runs import HeadRuns
 from ringcore.worker.drafts.proposer import Proposer
 from ringcore.worker.drafts.suffix_proposer import SuffixProposer
 from ringcore.worker.rows.request_rows import RequestRows
 
 __all__ = ["make_proposer"]
 
+_METHODS: Mapping[str, type[Proposer]] = {"suffix": SuffixProposer, "eagle3": HeadProposer, "mtp": HeadProposer}
 
-def make_proposer(config: EngineConfig, rows: RequestRows) -> Proposer | None:
-    """It is told of what becomes of `rows`. None without `speculative`.
+
+def make_proposer(config: EngineConfig, rows: RequestRows, head: HeadRuns | None = None) -> Proposer | None:
+    """It is told of what becomes of `rows`. head: of the model, where it has one. None without `speculative`.
 
     Raises `ConfigError` for a 'module:Class' that is no proposer."""
     speculation = config.scheduler.speculation
     if speculation is None:
         return None
-    if speculation.method == "suffix":
-        proposer: Proposer = SuffixProposer(config, rows)
+    found = _METHODS.get(speculation.method) or _load(speculation.method)
+    if issubclass(found, HeadProposer):
+        if head is None:
+            raise _bad(speculation.method, "it drafts by a head, whose folder is missing; give model=FOLDER too")
+        proposer: Proposer = found(config, rows, head)
     else:
-        proposer = _load(speculation.method)(config, rows)
+        proposer = found(config, rows)
     rows.add_listener(proposer)
     return proposer
 
@@ -41,7 +49,9 @@ def _load(name: str) -> type[Proposer]:
 
 
 def _bad(name: str, reason: str) -> ConfigError:
-    option = "speculative.method"
+    option, known = "speculative.method", ", ".join(_METHODS)
     return ConfigError(
-        f"{option}={name!r}: {reason}; give 'suffix' or 'module:Class' of a proposer", option=option, value=repr(name)
+        f"{option}={name!r}: {reason}; give one of {known}, or 'module:Class' of a proposer",
+        option=option,
+        value=repr(name),
     )

@@ -40,6 +40,15 @@ class Proposer(ABC):
     def learn_costs(self, costs: StepCosts) -> None:  # noqa: B027
         """What steps take, the same on every rank."""
 
+    def time_drafts(self, num_rows: int) -> bool:
+        """Does what one more draft of num_rows rows takes before a step, while there are no rows; -> whether it is
+        anything."""
+        return False
+
+    def take(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray | None) -> None:  # noqa: B027
+        """The model has computed, or will before anything that is launched now, counts[i] tokens of row rows[i] from
+        position starts[i] on; None: one each. Drafts among them may be wrong."""
+
     def follow(self, rows: np.ndarray, num_known: np.ndarray) -> None:  # noqa: B027
         """Of rows [n], which have gained tokens, the first num_known [n] tokens are known now. The last call before
         `propose` is of all rows with all their tokens."""

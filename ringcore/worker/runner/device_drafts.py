@@ -66,6 +66,8 @@ class DeviceDrafts:
     def add(self, step: DeviceStep) -> None:
         """A step was launched."""
         self._unfollowed.append(step)
+        counts = step.ends - step.starts if step.drafts is None else 1 + step.drafts
+        self._proposer.take(step.rows, step.starts, counts)
 
     def follow(self, num_left: int = 1) -> None:
         """Follows all steps but the last num_left; that one too if it has drafts, since how many tokens its rows have

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewRequest
+from ringcore.worker.drafts.proposer import Proposer
 from ringcore.worker.drafts.step_costs import COST_SIZES, StepCosts
 from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
@@ -23,7 +25,7 @@ _ROUNDS = 4  # the first one warms up; of the others the fastest counts
 
 @torch.inference_mode()
 def measure_costs(
-    launcher: StepLauncher, most_tokens: int, device: torch.device, tp: TensorParallel
+    launcher: StepLauncher, proposer: Proposer, most_tokens: int, device: torch.device, tp: TensorParallel
 ) -> StepCosts | None:
     """The same on every rank: those of the slowest. None where the KV cache has no room for steps of several tokens.
 
@@ -32,12 +34,15 @@ def measure_costs(
     if len(sizes) < 2:
         return None
     seconds, waited_s = launcher.time_steps(sizes)
-    numbers = torch.tensor([*seconds, waited_s], dtype=torch.float32, device=device)
-    gathered = tp.all_gather_last_dim(numbers).cpu().numpy().reshape(-1, len(numbers))
-    return StepCosts(sizes, gathered[:, :-1].max(axis=0).tolist(), float(gathered[:, -1].max()))
+    drafts_cost = proposer.time_drafts(1)
+    of_drafts = [fastest(partial(proposer.time_drafts, size)) for size in sizes] if drafts_cost else []
+    numbers = torch.tensor([waited_s, *seconds, *of_drafts], dtype=torch.float32, device=device)
+    gathered = tp.all_gather_last_dim(numbers).cpu().numpy().reshape(-1, len(numbers)).max(axis=0)
+    seconds, of_drafts = gathered[1 : 1 + len(sizes)].tolist(), gathered[1 + len(sizes) :].tolist()
+    return StepCosts(sizes, seconds, float(gathered[0]), of_drafts or None)
 
 
-def fastest(run: Callable[[], None]) -> float:
+def fastest(run: Callable[[], object]) -> float:
     """Seconds."""
     taken = []
     for _ in range(_ROUNDS):

@@ -91,6 +91,7 @@ class HostLauncher(StepLauncher):
         drafts = self._draft(scheduled, counts, max_gained)
         num_tokens = counts if drafts is None else drafts + (1 if counts is None else counts)
         batch = InputBatch.gather(stages.rows, scheduled, num_tokens, stages.device, drafts=drafts)
+        starts = stages.rows.num_computed_tokens[scheduled]
         inputs = self._port.inputs(batch.input_ids)
         prepared = began and now_ns()
         hidden = stages.paged.forward_batch(inputs, batch)
@@ -101,6 +102,8 @@ class HostLauncher(StepLauncher):
         stages.rows.advance(scheduled, counts)
         stages.adjustments.report_failed(scheduled, errors)
         sampled = self._end(batch, hidden, errors)
+        if stages.proposer is not None:
+            stages.proposer.take(scheduled, starts, num_tokens)
         if began:
             tracer.record((COMPUTED.number, began, prepared, computed, now_ns(), len(hidden), len(batch.sample_rows)))
         prompt_logprobs = stages.prompt_logprobs.finished(scheduled, stages.rows)

@@ -15,8 +15,8 @@ from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.arithmetic import arithmetic_of
-from ringcore.model_executor.loader import pending_weights
-from ringcore.model_executor.models import build_model
+from ringcore.model_executor.loader import pending_weights, read_again
+from ringcore.model_executor.models import build_head, build_model
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.protocol.expert_placement import ExpertLoad
 from ringcore.worker.platforms.platform import Platform
@@ -27,13 +27,15 @@ __all__ = ["BuiltModel", "LoadedModel"]
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """tensors: the model's, by `Weight.name`, where their addresses are fixed, so that a weight update can overwrite
-    them; None where the model holds them packed."""
+    them; None where the model holds them packed. reload_head: reads the weights of the head that drafts from its files
+    again; None: there is no head, or it holds them packed."""
 
     model: CausalLM
     dtype: str
     weights_bytes: int
     load_s: float
     tensors: Mapping[str, torch.Tensor] | None = None
+    reload_head: Callable[[], None] | None = None
 
     def kv_cache_spec(self, cache: CacheConfig) -> dict[str, KVCacheSpec]:
         return _kv_cache_spec(self.model, self.dtype, cache)
@@ -75,29 +77,55 @@ class BuiltModel:
             redundant_experts=config.parallel.redundant_experts,
             arithmetic=arithmetic,
         )
+        if config.model.draft_head is not None:
+            most = config.scheduler.token_budget + config.scheduler.max_sampled_positions
+            given = tp, TORCH_DTYPES[dtype], config.model.context_len, most
+            model.attach(build_head(config.model.draft_head, len(model.attention_layers), *given))
         _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
         return cls(model, dtype, time.monotonic() - start)
 
     @property
     def weights_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self.model.weights())
+        head = self.model.draft_head
+        return sum(weight.nbytes for weight in [*self.model.weights(), *([] if head is None else head.weights())])
 
     @torch.inference_mode()
     def load(
         self, config: EngineConfig, platform: Platform, allocated: Callable[[], None] | None = None
     ) -> LoadedModel:
-        """allocated: called when the weights' memory is allocated, before they are read into it; never called for
-        packed weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
+        """allocated: called when the memory of all weights is allocated, before the model's are read into it; never
+        called for packed weights. Raises `ModelLoadError` where the checkpoint does not fit the model."""
         start, model = time.monotonic(), self.model
         # A CPU packs weights one by one and frees the originals; sleep mode needs them at fixed addresses instead.
         is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
+        reload_head = self._load_head(config, platform, is_packed)
         allocate = None if is_packed else partial(_allocate, platform, allocated)
         files, seed = config.model.files, config.model.seed
         with pending_weights(model.weights(), files, seed, platform.device, allocate, model.may_ignore) as tensors:
             final = tensors.final
             model.bind(tensors, updatable=final is not None)
         platform.synchronize()
-        return LoadedModel(model, self.dtype, self.weights_bytes, time.monotonic() - start, final)
+        return LoadedModel(model, self.dtype, self.weights_bytes, time.monotonic() - start, final, reload_head)
+
+    def _load_head(self, config: EngineConfig, platform: Platform, is_packed: bool) -> Callable[[], None] | None:
+        """Before the model's weights, and no part of a weight update -> `LoadedModel.reload_head`."""
+        head, spec = self.model.draft_head, config.model.draft_head
+        if head is None or spec is None:
+            return None
+        allocate = None if is_packed else partial(_allocate, platform, None)
+        weights, device = head.weights(), platform.device
+        given, is_known = (weights, spec.files, config.model.seed), lambda name: True  # checked with the options
+        with pending_weights(*given, device, allocate, is_known) as tensors:
+            final = tensors.final
+            head.bind(tensors, self.model.embed, self.model.compute_logits, updatable=final is not None)
+        if final is None:
+            return None
+
+        def reload_head() -> None:
+            read_again(*given, final, device)
+            head.refresh()
+
+        return reload_head
 
 
 def _kv_cache_spec(model: CausalLM, dtype: str, cache: CacheConfig) -> dict[str, KVCacheSpec]:

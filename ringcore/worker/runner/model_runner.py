@@ -13,6 +13,7 @@ from ringcore.protocol.codec import int_array
 from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.tracing import Tracer, now_ns
 from ringcore.tracing.kinds import APPLIED
+from ringcore.worker.drafts.head_runs import HeadRuns
 from ringcore.worker.drafts.methods import make_proposer
 from ringcore.worker.logits.pooled_prompts import PooledPromptRows
 from ringcore.worker.logits.prompt_logprobs import PromptLogprobRows
@@ -76,10 +77,19 @@ class ModelRunner:
             dtype=loaded.dtype,
             tracer=tracer,
             link=link,
-            proposer=make_proposer(config, self.rows) if may_draft else None,
+            proposer=make_proposer(config, self.rows, self._head_runs()) if may_draft else None,
         )
         self.launcher = launcher(self._stages, config, kv_cache_config)
         self._kv_cache_config, self._tracer = kv_cache_config, tracer
+
+    def _head_runs(self) -> HeadRuns | None:
+        """Of the head that drafts; None: there is none."""
+        head, paged = self.paged.model.draft_head, self.paged
+        if head is None:
+            return None
+        index = head.attention.index
+        group = paged.group_of_layer[index]
+        return HeadRuns(head, paged.backends[group], paged.kv_caches[index], self.rows, group)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> LaunchedSteps:
@@ -121,7 +131,7 @@ class ModelRunner:
         block_size = max(group.spec.block_size for group in plan.groups)
         most = min(plan.max_model_len, (plan.num_blocks // len(plan.groups) - 1) * block_size)
         most = min(most, stages.proposer.config.scheduler.max_sampled_positions)
-        costs = measure_costs(self.launcher, most, stages.device, tp)
+        costs = measure_costs(self.launcher, stages.proposer, most, stages.device, tp)
         if costs is not None:
             stages.proposer.learn_costs(costs)
 

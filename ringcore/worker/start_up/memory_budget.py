@@ -29,6 +29,8 @@ from ringcore.checkpoint import AnySpec, ModelSpec
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.planner import plan_without_limit
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+from ringcore.worker.drafts.head_features import MOST_PENDING
+from ringcore.worker.drafts.head_runs import MOST_AT_ONCE
 from ringcore.worker.logits.prompt_logprobs import positions_at_once
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rows.row_tables import table_bytes
@@ -132,8 +134,10 @@ def _needs(
 ) -> dict[str, int]:
     """The memory that steps will need beside what the process already uses and the KV cache."""
     computed = activation_bytes(config.model.spec, config, dtype)
+    step_bytes = computed if peaks is None else peaks.largest_bytes
+    head = {} if config.model.draft_head is None else {"draft_head_bytes": _head_bytes(config, dtype, step_bytes)}
     if peaks is None:
-        return {"activations_bytes": computed}
+        return {"activations_bytes": computed} | head
     if peaks.largest_bytes > computed + _ROUNDING_BYTES:
         _log.warning("a step takes %d bytes, above the computed bound of %d", peaks.largest_bytes, computed)
     return {
@@ -141,7 +145,22 @@ def _needs(
         "graphs_bytes": _graphs_bytes(config, peaks),
         "rows_bytes": _rows_bytes(config, plan),
         "margin_bytes": _MARGIN_BYTES,
+        **head,
     }
+
+
+def _head_bytes(config: EngineConfig, dtype: str, step_bytes: int) -> int:
+    """An upper bound of what a head that drafts takes: features of tokens that it has not computed, and what a run of
+    it takes above a step of the model, whose memory is free by then."""
+    head = config.model.draft_head
+    assert head is not None
+    spec, ranks = head.layer, config.parallel.tensor_parallel_size
+    features = (config.scheduler.token_budget + MOST_PENDING) * head.num_taps * spec.hidden_size * DTYPE_BYTES[dtype]
+    heads = (2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)) * spec.head_dim
+    inner = 4 * spec.hidden_size + max(3 * spec.intermediate_size, heads) // ranks
+    layer = MOST_AT_ONCE * (inner * DTYPE_BYTES[dtype] + 4 * 4 * spec.hidden_size)
+    logits = 2 * 4 * config.scheduler.max_sampled_positions * head.draft_vocab_size
+    return features + max(0, 2 * features + layer + logits - step_bytes)
 
 
 def _graphs_bytes(config: EngineConfig, peaks: StepPeaks) -> int:

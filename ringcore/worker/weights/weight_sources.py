@@ -116,12 +116,15 @@ class WeightReceiver:
     @torch.inference_mode()
     def finish(self, require_all: bool, loaded: LoadedModel, platform: Platform) -> dict[str, float]:
         """-> "num_tensors" of the whole update, "seconds" of this call. require_all: raises `InvalidRequestError` where
-        a tensor of the model is missing; the update then stays open for it."""
+        a tensor of the model is missing; the update then stays open for it. A head that drafts is then read from its
+        files again: its weights were discarded too."""
         started, update = time.monotonic(), self._started()
         if require_all:
             update.check_complete()
         update.finish()
         loaded.model.refresh()
+        if require_all and loaded.reload_head is not None:
+            loaded.reload_head()
         platform.synchronize()
         self._update = None
         return {"num_tensors": float(update.num_taken), "seconds": time.monotonic() - started}
