@@ -122,9 +122,10 @@ def num_spans(begin: int, end: int, local: int) -> int:
 
 def check_schedule(lens: list[int], num_programs: int, num_kv_heads: int, window: int | None) -> float:
     """-> the tiles of the longest range, relative to equal ones."""
-    shape, cpu = (num_kv_heads, num_kv_heads, 16), torch.device("cpu")
-    scheduler = SpanTileScheduler.allocate(*shape, TILING, cpu, window=window, num_programs=num_programs)
-    scheduler.plan(torch.tensor(lens, dtype=torch.int32))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = num_kv_heads, num_kv_heads, 16
+    scheduler = SpanTileScheduler.allocate(*shape, TILING, device, window=window, num_programs=num_programs)
+    scheduler.plan(torch.tensor(lens, dtype=torch.int32, device=device))
     local = scheduler.local_shift
     firsts = [0 if window is None else max(0, n - window) // 64 for n in lens]
     items = [
