@@ -11,7 +11,6 @@ import torch
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.kernels.unrotated_heads import UnrotatedHeads
 from ringcore.kv_cache.spec import HeadsSpec, KVCacheSpec, MLASpec
 
 __all__ = ["AttentionBackend", "LatentBackend", "LatentUpProjection", "PagedBackend"]
@@ -140,22 +139,6 @@ class AttentionBackend(PagedBackend):
 
         Slots of the null block (block 0) are written like any other; what is read from them is masked.
         """
-
-    def rotates(self, metadata: AttentionMetadata, plan: object) -> bool:
-        """Whether `forward_unrotated` serves the step, of layers whose values are as wide as their keys."""
-        return False
-
-    def forward_unrotated(
-        self,
-        heads: UnrotatedHeads,  # of num_tokens tokens
-        kv_cache: torch.Tensor,  # this and the rest as for `forward`
-        metadata: AttentionMetadata,
-        plan: object,
-        layer: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Head norms, rotary embedding, and `forward`."""
-        raise AssertionError(f"{self.name} takes heads that are rotated")
 
 
 class LatentUpProjection(Protocol):

@@ -12,7 +12,6 @@ from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.kernels.unrotated_heads import UnrotatedHeads
 from ringcore.kv_cache.spec import ChunkedAttentionSpec, FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 __all__ = ["AnyAttention", "Attention", "KVWriteTarget", "LatentAttention"]
@@ -76,11 +75,6 @@ class Attention:
             return None
         return KVWriteTarget(ctx.kv_caches[self.index], group.metadata.slot_mapping)
 
-    def rotates(self, ctx: ForwardContext) -> bool:
-        """Whether the layer takes this step's heads as they are projected (`of_unrotated`)."""
-        group = ctx.groups[ctx.group_of_layer[self.index]]
-        return self.v_head_size is None and _of_heads(group).rotates(group.metadata, group.plan)
-
     def zero_kv(self, group: GroupContext, kv_cache: torch.Tensor) -> None:
         """Zeroes the keys and values of the step's tokens in this layer, by the write path that every backend has."""
         num_tokens, v_head_size = group.metadata.num_tokens, self.v_head_size or self.head_size
@@ -109,14 +103,6 @@ class Attention:
         group = ctx.groups[ctx.group_of_layer[self.index]]
         kv_cache = ctx.kv_caches[self.index]
         return _of_heads(group).forward(q, k, v, kv_cache, group.metadata, group.plan, self.spec, sinks)
-
-    def of_unrotated(
-        self, heads: UnrotatedHeads, ctx: ForwardContext, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`__call__` for heads of num_tokens tokens that are neither rotated nor cached yet, where it `rotates`."""
-        assert (sinks is not None) == self.has_sinks
-        group, kv_cache = ctx.groups[ctx.group_of_layer[self.index]], ctx.kv_caches[self.index]
-        return _of_heads(group).forward_unrotated(heads, kv_cache, group.metadata, group.plan, self.spec, sinks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,4 +36,3 @@ class AttentionMetadata:
     block_table_cpu: np.ndarray  # [num_seqs, max_num_blocks] int32; entries past a sequence's end are 0
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset in the block
     num_decodes: int = 0
-    are_independent: bool = False  # whether no sequence reads a slot that another one writes in this step

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, tile_blocks
-from ringcore.kernels.decode_prologue import rotated_queries
 from ringcore.kernels.dependent_launch import gdc_wait
 from ringcore.kernels.grid_barrier import grid_barrier
 from ringcore.kernels.prefix_tiling import UNIT_ROWS
@@ -75,10 +74,6 @@ def _attend_unit(
     softcap_log2,
     query_stride,
     table_stride,
-    qkv,  # this and the next three: of the decode kernel's prologue, or None
-    cos_sin,
-    norm_gain,
-    eps,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     unit_rows: tl.constexpr,
@@ -102,13 +97,8 @@ def _attend_unit(
     is_row = (row < unit_rows // group * group) & (member < end_member)
     sequence = tl.load(members + member, mask=is_row, other=0, cache_modifier=".cg")
     head = kv_head * group + row % group
-    if qkv is None:
-        source = query + (sequence.to(tl.int64) * query_stride + head * head_size)[:, None] + dim
-        queries = tl.load(source, mask=is_row[:, None] & (dim < head_size), other=0.0)
-    else:
-        queries = rotated_queries(
-            qkv, cos_sin, norm_gain, eps, sequence, head, is_row, num_kv_heads * (group + 2), head_size, width
-        )
+    source = query + (sequence.to(tl.int64) * query_stride + head * head_size)[:, None] + dim
+    queries = tl.load(source, mask=is_row[:, None] & (dim < head_size), other=0.0)
     table = block_table + leader.to(tl.int64) * table_stride
     pages = kv_cache + kv_head * head_stride
     start, end = first_tile * tile_tokens, end_tile * tile_tokens
@@ -146,10 +136,6 @@ def attend_shared_prefixes(
     softcap_log2,
     query_stride,
     table_stride,
-    qkv,  # this and the next three: of the decode kernel's prologue, or None
-    cos_sin,
-    norm_gain,
-    eps,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     block_size: tl.constexpr,
@@ -180,8 +166,8 @@ def attend_shared_prefixes(
         for at in range(tl.program_id(0), num_units, tl.num_programs(0)):
             _attend_unit(
                 query, kv_cache, block_table, unit, members, prefixes, prefix_lse, span_rows, scale_log2, softcap_log2,
-                query_stride, table_stride, qkv, cos_sin, norm_gain, eps, num_kv_heads, group, UNIT_ROWS, block_size,
-                head_size, v_head_size, token_stride, value_offset, head_stride, page_size, width, v_width, tile_tokens,
+                query_stride, table_stride, num_kv_heads, group, UNIT_ROWS, block_size, head_size, v_head_size,
+                token_stride, value_offset, head_stride, page_size, width, v_width, tile_tokens,
             )  # fmt: skip
             unit = _load_unit(units, at + tl.num_programs(0), num_units)
     if passes == BOTH:

@@ -27,7 +27,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.decode_tiles import locate
 from ringcore.kernels.page_layout import padded_head_size
 from ringcore.kernels.split_kv_combine import UNWRITTEN
 from ringcore.kernels.tile_ranges import (
@@ -39,7 +38,6 @@ from ringcore.kernels.tile_ranges import (
     SEQUENCE,
     SHARED,
     TILE,
-    WORK_ITEMS,
     context_tiles,
 )
 
@@ -47,7 +45,8 @@ __all__ = ["DecodeTileScheduler", "DecodeTiling", "split_items"]
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
 _FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
-# How much longer than even ranges a work item's splits may be, in percent and in tiles: a partial costs about as much.
+# How much longer than the ranges of an even split the splits of a work item may be, in percent and in tiles: one more
+# partial costs about as much.
 _SLACK_PERCENT = tl.constexpr(15)
 _MAX_SLACK_TILES = tl.constexpr(2)
 _MAX_ELEMENTS_PER_THREAD = 32  # in the partials of one combine round: registers
@@ -120,7 +119,12 @@ def _plan_decode(
     ends = tl.cumsum(units, 0)
     program = tl.program_id(0) * programs + tl.arange(0, programs)
     at = tl.where(by_item, program, program * base + tl.minimum(program, extra))
-    holds, sequence, in_sequence, item_units = locate(at, ends, units, num_kv_heads)
+    passed = ends[None, :] <= at[:, None]  # [programs, seqs]: sequences wholly before the range
+    # [programs, seqs]: the sequence in which the range begins
+    holds = (ends[None, :] > at[:, None]) & ((ends - units)[None, :] <= at[:, None])
+    sequence = tl.sum(passed.to(tl.int32), 1)
+    in_sequence = at - tl.sum(tl.where(passed, units[None, :], 0), 1)
+    item_units = tl.maximum(tl.sum(tl.where(holds, units[None, :], 0), 1) // num_kv_heads, 1)
     in_item = in_sequence % item_units
     # If by_item: the first `longer` splits of a work item have one tile more than the others.
     item_tiles = tl.sum(tl.where(holds, tiles[None, :], 0), 1)
@@ -128,9 +132,6 @@ def _plan_decode(
     longer = item_tiles % item_units
     tile = tl.where(by_item, in_item * split_tiles + tl.minimum(in_item, longer), in_item)
     count = tl.where(by_item, split_tiles + (in_item < longer).to(tl.int32), base + (program < extra).to(tl.int32))
-    _, end_sequence, in_end, end_units = locate(at + tl.where(by_item, 1, count), ends, units, num_kv_heads)
-    num_ended = (end_sequence - sequence) * num_kv_heads + in_end // end_units - in_sequence // item_units
-    work_items = tl.where(program < used, 2 * num_ended + tl.where(in_end % end_units > 0, 1, 0), 0)
     # Otherwise: the program that has the work item's first tile.
     item_at = at - in_item
     before = extra * (base + 1)  # tiles in the ranges of base + 1
@@ -143,7 +144,6 @@ def _plan_decode(
     tl.store(record + COUNT, tl.where(program < used, count, 0), mask=in_bounds)
     tl.store(record + SEQ_LEN, tl.sum(tl.where(holds, seq_len[None, :], 0), 1), mask=in_bounds)
     tl.store(record + FIRST_PROGRAM, tl.where(by_item, item_at, owner), mask=in_bounds)
-    tl.store(record + WORK_ITEMS, work_items, mask=in_bounds)
     if shared_words is not None:
         tl.store(record + SHARED, tl.sum(tl.where(holds, shared[None, :], 0), 1), mask=in_bounds)
 
@@ -202,7 +202,7 @@ class DecodeTileScheduler:
     window: int | None  # sliding window, the query token included; None: none
     chunk: int | None  # of chunked attention; None: none
     tiling: DecodeTiling
-    tile_ranges: torch.Tensor  # [num_programs, RECORD] int32: one record per program, written by `plan`
+    tile_ranges: torch.Tensor  # [num_programs, 8] int32: one record per program, written by `plan`
     partials: torch.Tensor  # [slots, group, v_head_size] int64: `pack_partial`; UNWRITTEN between launches
     barrier: torch.Tensor  # [2] int32: of `grid_barrier`
     span_slots: ClassVar[int] = 0  # of a program, for partials of spans; 0: without spans a program has two slots

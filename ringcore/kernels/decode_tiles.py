@@ -1,4 +1,4 @@
-"""The tiles of a decode kernel's range: where it begins, which tile is the next one, and the prefetch of the first."""
+"""The tiles of a decode kernel's range: which is the next one, and the prefetch of the first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ringcore.kernels.prefetch import prefetch_l2
 
-__all__ = ["locate", "next_tile", "prefetch_first_tile"]
+__all__ = ["next_tile", "prefetch_first_tile"]
 
 
 @triton.jit
@@ -47,14 +47,3 @@ def next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads: tl.constexpr):
     is_last_head = is_last & (kv_head == num_kv_heads - 1)
     next_head = tl.where(is_last_head, 0, kv_head + is_last.to(tl.int32))
     return sequence + is_last_head.to(tl.int32), next_head, tl.where(is_last, 0, tile + 1)
-
-
-@triton.jit
-def locate(at, ends, units, num_kv_heads: tl.constexpr):
-    """Positions at [programs], in units, among sequences that end at `ends` -> (holds [programs, seqs]: the sequence of
-    each, its index, the position in it, the units of each of its work items, or 1 after the last sequence)."""
-    passed = (ends[None, :] <= at[:, None]) & (units > 0)[None, :]  # [programs, seqs]: wholly before the position
-    holds = (ends[None, :] > at[:, None]) & ((ends - units)[None, :] <= at[:, None])
-    in_sequence = at - tl.sum(tl.where(passed, units[None, :], 0), 1)
-    item_units = tl.maximum(tl.sum(tl.where(holds, units[None, :], 0), 1) // num_kv_heads, 1)
-    return holds, tl.sum(passed.to(tl.int32), 1), in_sequence, item_units

@@ -20,7 +20,6 @@ import triton.language as tl
 from ringcore.kernels.attention_spans import FIXED_ROUNDINGS, SUMS, merge_partials, span_end, span_index, span_partial
 from ringcore.kernels.attention_tile import MASK_VALUE, attend_tile, score_factors, sink_share, tile_blocks
 from ringcore.kernels.cascade_attention import PREFIXES, PrefixTensors, attend_shared_prefixes, merge_prefix
-from ringcore.kernels.decode_prologue import DecodePrologue, begin_prologue, prologue_arguments, rotate_work_items
 from ringcore.kernels.decode_scheduler import DecodeTileScheduler
 from ringcore.kernels.decode_tiles import next_tile, prefetch_first_tile
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
@@ -47,11 +46,6 @@ def _paged_attention_decode(
     out,
     partials,
     sinks,  # or None
-    qkv,  # this and the next four: of `DecodePrologue`, or None
-    cos_sin,
-    norm_gain,
-    slot_mapping,
-    eps,
     shared_words,  # this and the next five: None without shared prefixes
     units,
     members,
@@ -147,8 +141,6 @@ def _paged_attention_decode(
     # Of tile i + 1.
     sequence, kv_head, tile = next_tile(sequence, kv_head, tile, num_tiles, num_kv_heads)
     seq_len = tl.load(seq_lens + sequence, mask=count > 1, other=0)
-    if qkv is not None:
-        num_items, num_ended, gain = begin_prologue(tile_ranges, program, norm_gain, group, head_size, width)
     if shared_words is None:
         if pdl:
             gdc_wait()
@@ -156,17 +148,11 @@ def _paged_attention_decode(
         shared = tl.load(shared_words + sequence, mask=count > 1, other=0)
         scale_log2 = attend_shared_prefixes(
             query, kv_cache, block_table, units, members, prefixes, prefix_lse, barrier, span_rows, scale_log2,
-            softcap_log2, query_stride, table_stride, qkv, cos_sin, norm_gain, eps, num_kv_heads, group, block_size,
-            head_size, v_head_size, token_stride, value_offset, head_stride, page_size, width, v_width, tile_tokens,
-            passes, pdl,
+            softcap_log2, query_stride, table_stride, num_kv_heads, group, block_size, head_size, v_head_size,
+            token_stride, value_offset, head_stride, page_size, width, v_width, tile_tokens, passes, pdl,
         )  # fmt: skip
         if passes == PREFIXES:
             return
-    if qkv is not None:
-        rotate_work_items(
-            qkv, cos_sin, norm_gain, slot_mapping, eps, query, kv_cache, item, num_items, num_ended, gain,
-            num_kv_heads, group, block_size, head_size, token_stride, value_offset, head_stride, page_size, width,
-        )  # fmt: skip
     row_max = tl.full([rows], MASK_VALUE, tl.float32)
     acc = tl.zeros([rows, v_width], tl.float32)
     for i in tl.range(0, count, num_stages=stages):
@@ -262,7 +248,6 @@ def paged_attention_decode(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    prologue: DecodePrologue | None = None,
 ) -> torch.Tensor:
     """Attends with the last token of each sequence to all of it, to the last `tile_scheduler.window` tokens, or to its
     chunk of `tile_scheduler.chunk` positions.
@@ -274,8 +259,6 @@ def paged_attention_decode(
     scores, above 0. shared: what was found for these tables and passed to `tile_scheduler.plan`, or None. softcap: each
     score becomes softcap * tanh(score / softcap). sinks: [num_heads], in any float dtype: each query head's logit
     without a value. out: [num_seqs, num_heads, v_head_size], contiguous. Returns `out`.
-    prologue: where these tokens' keys and values are not written yet, nor queries rotated: both is done, `query` being
-    written (`has_prologue`).
     `tile_scheduler.plan` read the same numbers in the same step: writes to the tables after it may not be visible.
     """
     num_seqs, num_heads, head_size = check_rows(query)
@@ -305,7 +288,6 @@ def paged_attention_decode(
             out,
             tile_scheduler.partials,
             sinks,
-            *prologue_arguments(prologue, query, tile_scheduler),
             *prefixes,
             *score_factors(scale, softcap),
             query.stride(0),

@@ -11,35 +11,11 @@ from ringcore.kernels.fp8_kv import round_row
 from ringcore.kernels.fp8_rows import largest_number
 from ringcore.kernels.page_layout import PageLayout
 
-__all__ = ["FLOAT16_LARGEST", "finite", "normed_and_rotated", "qk_norm_rope", "qk_norm_rope_reference"]
+__all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 
-FLOAT16_LARGEST = tl.constexpr(torch.finfo(torch.float16).max)
 _ELEMENTS = 1024  # of one program, in whole heads
 _ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load of 16-bit elements
-
-
-@triton.jit
-def normed_and_rotated(heads, gain, angles, eps, head_size: tl.constexpr):
-    """Heads of q and k, normalised and rotated in float32: [rows, width], zeros from head_size on, in any float dtype.
-
-    gain: of the head norm, [rows, width]; None: without it. angles: [rows or 1, width / 2, 2] float32, cosine and sine
-    of each pair.
-    """
-    num_pairs: tl.constexpr = heads.shape[1] // 2
-    y = heads.to(tl.float32)
-    if gain is not None:
-        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / head_size + eps)[:, None] * gain.to(tl.float32)
-    cos, sin = tl.split(angles)
-    first, second = tl.split(tl.reshape(y, [heads.shape[0], num_pairs, 2]))
-    return tl.interleave(first * cos - second * sin, second * cos + first * sin)
-
-
-@triton.jit
-def finite(numbers, largest: tl.constexpr):
-    """As they are cached: the largest finite number for infinity, 0 for NaN. largest: 0: as they are."""
-    if largest > 0:
-        numbers = tl.where(numbers == numbers, tl.minimum(tl.maximum(numbers, -largest), largest), 0.0)
-    return numbers
+_LARGEST = {torch.float16: torch.finfo(torch.float16).max}
 
 
 @triton.jit
@@ -82,7 +58,6 @@ def _qk_norm_rope_kernel(
     offsets = (token * num_all + heads)[:, None] * head_size + dims[None, :]
     if pdl:
         gdc_launch_dependents()
-    gain = None
     if has_norm:
         rows = norm_weight + is_key.to(tl.int32)[:, None] * head_size + dims[None, :]
         gain = tl.load(rows, mask=(dims < head_size)[None, :], other=0.0)
@@ -96,7 +71,12 @@ def _qk_norm_rope_kernel(
     else:
         row = token
     angles = tl.load(cos_sin + row * head_size + dims, mask=dims < head_size, other=0.0)
-    rotated = normed_and_rotated(x, gain, tl.reshape(angles, [1, block_dim // 2, 2]), eps, head_size)
+    y = x.to(tl.float32)
+    if has_norm:
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / head_size + eps)[:, None] * gain.to(tl.float32)
+    cos, sin = tl.split(tl.reshape(angles, [1, block_dim // 2, 2]))
+    first, second = tl.split(tl.reshape(y, [heads_per_program, block_dim // 2, 2]))
+    rotated = tl.interleave(first * cos - second * sin, second * cos + first * sin)
     y = tl.where(is_value[:, None], x.to(tl.float32), rotated)
     tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask & (heads < stored_heads)[:, None])
     if writes_kv:
@@ -112,8 +92,9 @@ def _qk_norm_rope_kernel(
             byte = page_heads + exponent_offset + kinds * block_size + slot % block_size
             tl.store(kv_cache + byte, exponents, mask=is_stored)
         else:
-            numbers = finite(y, largest).to(kv_cache.dtype.element_ty)
-            tl.store(kv_cache + places, numbers, mask=mask & is_stored[:, None])
+            if largest > 0:
+                y = tl.where(y == y, tl.minimum(tl.maximum(y, -largest), largest), 0.0)
+            tl.store(kv_cache + places, y.to(kv_cache.dtype.element_ty), mask=mask & is_stored[:, None])
 
 
 def qk_norm_rope(
@@ -161,8 +142,7 @@ def qk_norm_rope(
         page = PageLayout.of(kv_cache, head_dim)
         assert (page.num_kv_heads, page.v_head_size) == (num_kv_heads, head_dim), kv_cache.shape
         assert kv_cache.dtype == (torch.uint8 if page.exponent_offset else qkv.dtype), kv_cache.dtype
-        largest = FLOAT16_LARGEST.value if qkv.dtype == torch.float16 else 0.0
-        largest = largest_number(qkv.dtype) if page.exponent_offset else largest
+        largest = largest_number(qkv.dtype) if page.exponent_offset else _LARGEST.get(qkv.dtype, 0.0)
     for tensor in (qkv, out, positions, cos_sin, norm_weight, kv_cache, slot_mapping):
         assert tensor is None or tensor.is_contiguous(), "tensors must be contiguous"
     if not n:

@@ -17,8 +17,7 @@ SEQ_LEN = tl.constexpr(4)  # of that sequence
 FIRST_PROGRAM = tl.constexpr(5)  # the program that has tile 0 of that work item
 FIRST_SPAN = tl.constexpr(6)  # with spans: the first span of that work item that this program does not have
 SHARED = tl.constexpr(7)  # what precedes tile 0: the word of that sequence, see below
-WORK_ITEMS = tl.constexpr(8)  # those of which the range has tiles, and once more those that end in it
-RECORD = tl.constexpr(16)
+RECORD = tl.constexpr(8)
 
 # A sequence's word in `SharedPrefixes.words`: the tiles that its group reads, and in how many spans. 0: in no group.
 SPANS_SHIFT = tl.constexpr(24)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from dense_attention import DenseAttention, DenseRun
 from rounding import rounding
 from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_model, load, random_ids
 
-from ringcore.attention.backends.triton import TritonBackend
 from ringcore.kernels import activation, rms_norm, skinny_configs
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor import ops
@@ -94,41 +92,6 @@ def test_models_compute_the_same_with_kernels(folder_of, device, monkeypatch, fa
     for attention in (DenseAttention, PrewrittenAttention):
         ours = logits(folder, device, torch.float32, attention)
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
-
-
-class Rotating(TritonBackend):
-    """Decodes are planned as in a graph."""
-
-    num_calls = 0
-
-    def plan(self, metadata):
-        if metadata.max_query_len > 1:
-            return super().plan(metadata)
-        lens, table = (torch.from_numpy(array) for array in (metadata.seq_lens_cpu, metadata.block_table_cpu))
-        return self.plan_on_device(lens.to(metadata.slot_mapping.device), table.to(metadata.slot_mapping.device))
-
-    def rotates(self, metadata, plan):
-        return super().rotates(replace(metadata, are_independent=metadata.max_query_len == 1), plan)
-
-    def forward_unrotated(self, *args, **kwargs):
-        Rotating.num_calls += 1
-        return super().forward_unrotated(*args, **kwargs)
-
-
-class RotatedBefore(Rotating):
-    def rotates(self, metadata, plan):
-        return False
-
-
-@pytest.mark.parametrize("family", ["Qwen3", pytest.param("Gemma3", marks=pytest.mark.long_form)])
-@pytest.mark.usefixtures("with_kernels", "in_good_time")
-def test_attention_that_rotates_computes_the_same_bits(folder_of, device, monkeypatch, family):
-    monkeypatch.setattr(Rotating, "num_calls", 0)
-    folder = folder_of(family, head_dim=24)
-    expected = logits(folder, device, torch.float32, RotatedBefore)
-    assert Rotating.num_calls == 0
-    assert torch.equal(logits(folder, device, torch.float32, Rotating), expected)
-    assert Rotating.num_calls == 2, "layers of one step: the others have a prompt"
 
 
 def assert_no_further_off(folder, device, monkeypatch):

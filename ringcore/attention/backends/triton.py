@@ -10,6 +10,7 @@ fused attention, unless a layer of the group has a softcap or sinks. Only the vi
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,12 +29,10 @@ from ringcore.attention.backends.fused_prompts import (
     warm_up_fused_prompts,
 )
 from ringcore.attention.backends.step_tensors import StepTensors
-from ringcore.attention.backends.triton_refusal import refusal_of
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kernels.unrotated_heads import UnrotatedHeads
 from ringcore.kernels.upload import upload_packed
-from ringcore.kv_cache.spec import ChunkedAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, HeadsSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
     from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
@@ -41,7 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TritonBackend"]
 
-_MAX_ROTATED_ROWS = 64  # above, a kernel that rotates has more to do than to start
+_MAX_HEAD_SIZE = 256
+_FP8_SINCE = (8, 9)  # compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,17 @@ class _Scores(NamedTuple):
     sinks: torch.Tensor | None
 
 
+def fp8_refusal(spec: HeadsSpec, device: torch.device) -> str | None:
+    """Why the kernels do not serve FP8 layers of `spec`."""
+    if spec.v_head_size is not None:
+        return f"in FP8 its values are as wide as its keys, {spec.head_size}, not {spec.v_head_size}"
+    if spec.head_size % 16:
+        return f"in FP8 its heads have a multiple of 16 numbers, not {spec.head_size}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _FP8_SINCE:
+        return "in FP8 it needs a GPU of compute capability 8.9 (Ada, Hopper) or later"
+    return None
+
+
 class TritonBackend(AttentionBackend):
     """Imports `ringcore.kernels` with the first instance: a machine without a GPU has no Triton."""
 
@@ -88,7 +99,6 @@ class TritonBackend(AttentionBackend):
         super().__init__(spec, layers, sharing_specs)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
         from ringcore.kernels import (
-            decode_prologue,
             decode_scheduler,
             kv_write,
             page_layout,
@@ -102,7 +112,6 @@ class TritonBackend(AttentionBackend):
         self._kv_write = kv_write.kv_write
         self._gather_padded_kv, self._pad_prompts = prompt_padding.gather_padded_kv, prompt_padding.pad_prompts
         self._decode = paged_attention_decode.paged_attention_decode
-        self._prologue, self._has_prologue = decode_prologue.DecodePrologue, decode_prologue.has_prologue
         self._prefill = paged_attention_prefill.paged_attention_prefill
         self._choose_tiling = decode_scheduler.DecodeTiling.choose
         self._allocate_scheduler = decode_scheduler.DecodeTileScheduler.allocate
@@ -122,7 +131,20 @@ class TritonBackend(AttentionBackend):
         device: torch.device,
         sharing_specs: Sequence[KVCacheSpec] = (),
     ) -> str | None:
-        return refusal_of(spec, device)
+        if isinstance(spec, MLASpec):
+            return "it attends over keys and values of heads, not over latents"
+        if device.type != "cuda":
+            return f"it runs on a CUDA device, not on {device.type}"
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        if spec.dtype not in DTYPE_BYTES:
+            return f"it has no dtype {spec.dtype}"
+        for size in (spec.head_size, spec.value_size):
+            if size % 8 or not 16 <= size <= _MAX_HEAD_SIZE:
+                return f"its heads have a multiple of 8 from 16 to {_MAX_HEAD_SIZE} numbers, not {size}"
+        if spec.block_size % 16:
+            return f"its blocks have a multiple of 16 tokens, not {spec.block_size}"
+        return fp8_refusal(spec, device) if spec.is_fp8 else None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
@@ -239,32 +261,6 @@ class TritonBackend(AttentionBackend):
                         kv = self._pad_prompts(key[rows], *lens), self._pad_prompts(value[rows], *lens)
                     attend_prompts(item, query[rows], *kv, layer.scale, out[rows])
         return out
-
-    def rotates(self, metadata: AttentionMetadata, plan: object) -> bool:
-        assert isinstance(plan, _Step)
-        decodes = plan.decodes
-        if decodes is None or plan.others or not metadata.are_independent or self.spec.is_fp8:
-            return False
-        return len(decodes.seq_lens) <= _MAX_ROTATED_ROWS and self._has_prologue(decodes.tile_scheduler)
-
-    def forward_unrotated(
-        self,
-        heads: UnrotatedHeads,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        plan: object,
-        layer: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        assert isinstance(plan, _Step)
-        decodes = plan.decodes
-        assert decodes is not None
-        tables = decodes.block_table, decodes.seq_lens, decodes.tile_scheduler, layer.scale
-        query = heads.qkv.new_empty(len(heads.qkv), self.num_heads, self.spec.head_size)
-        prologue = self._prologue(heads, metadata.slot_mapping)
-        return self._decode(
-            query, kv_cache, *tables, shared=decodes.shared, softcap=layer.softcap, sinks=sinks, prologue=prologue
-        )
 
     def _decode_forward(
         self, decodes: _Decodes, query: torch.Tensor, kv_cache: torch.Tensor, scores: _Scores, out: torch.Tensor

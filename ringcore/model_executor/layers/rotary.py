@@ -18,7 +18,6 @@ import torch
 from ringcore.attention.layer import KVWriteTarget
 from ringcore.checkpoint import RopeSpec
 from ringcore.kernels.native.row_kernels import RowKernels
-from ringcore.kernels.unrotated_heads import UnrotatedHeads
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 
@@ -64,9 +63,6 @@ class Rotation(Protocol):
         None if they were written to kv_target.
         """
 
-    def deferred(self, qkv: torch.Tensor, head_norm: HeadNorm | None) -> UnrotatedHeads:
-        """For attention that does the same itself (`Attention.rotates`)."""
-
     def rotate(self, x: torch.Tensor) -> None:
         """Rotates x in place: [n, heads, head_dim], of any strides but the last, which is 1, and even."""
 
@@ -98,9 +94,6 @@ class ComplexRotation:
         ops.apply_rotary(qk, self.angles)
         q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 1)
         return q, k, v
-
-    def deferred(self, qkv: torch.Tensor, head_norm: HeadNorm | None) -> UnrotatedHeads:
-        raise AssertionError("attention on this device takes heads that are rotated")
 
     def rotate(self, x: torch.Tensor) -> None:
         ops.apply_rotary(x, self.angles)
@@ -152,7 +145,7 @@ class KernelRotation:
     ) -> Heads:
         from ringcore.kernels.qk_norm_rope import qk_norm_rope
 
-        _, _, gain, eps = self.deferred(qkv, head_norm)
+        gain, eps = (None, 0.0) if head_norm is None else (head_norm.gain, head_norm.eps)
         kv_cache, slots = (None, None) if kv_target is None else kv_target
         qk_norm_rope(
             *(qkv, None, self.cos_sin, num_heads, num_kv_heads),
@@ -166,10 +159,6 @@ class KernelRotation:
             return heads[:, :num_heads], None, None
         q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
         return q, k, v
-
-    def deferred(self, qkv: torch.Tensor, head_norm: HeadNorm | None) -> UnrotatedHeads:
-        gain, eps = (None, 0.0) if head_norm is None else (head_norm.gain, head_norm.eps)
-        return UnrotatedHeads(qkv, self.cos_sin, gain, eps)
 
     def rotate(self, x: torch.Tensor) -> None:
         from ringcore.kernels.latent_rows import rotate_heads

@@ -96,15 +96,12 @@ class SelfAttention(Sublayer):
         """The input of `o_proj`: [n, num_heads * head_dim]."""
         ctx = inputs.ctx
         qkv = self.qkv_proj.after_norm(norm, hidden, ctx.tokens)
+        kv_target = self.attention.kv_write_target(ctx)
         if self._qk_norm is not None:
             self._qk_norm(qkv)
-        rotation = inputs.rotations[self.rotary]
-        sinks = None if self._sinks is None else self._sinks.values
-        if self.attention.rotates(ctx):
-            unrotated = rotation.deferred(qkv, self._head_norm)
-            return self.attention.of_unrotated(unrotated, ctx, sinks).reshape(len(hidden), -1)
         heads = self.attention.num_heads, self.attention.num_kv_heads
-        q, k, v = rotation(qkv, *heads, self._head_norm, self.attention.kv_write_target(ctx))
+        q, k, v = inputs.rotations[self.rotary](qkv, *heads, self._head_norm, kv_target)
+        sinks = None if self._sinks is None else self._sinks.values
         return self.attention(q, k, v, ctx, sinks).reshape(len(hidden), -1)
 
     def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:

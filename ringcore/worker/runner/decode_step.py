@@ -34,7 +34,6 @@ class DecodeStep:
         """paged: each of its backends can `plan_on_device`."""
         self._paged, self._rows, self._ring, self._port = paged, rows, ring, port
         max_rows, device = rows.layout.num_places, rows.state.device
-        self._has_drafts = rows.layout.max_drafted > 0  # in some steps
         self._inputs = DecodeInputs.allocate(rows.layout, rows.state, max_rows)
         stage = paged.model.stage
         self._received = None if stage.is_first else paged.model.new_inputs(max_rows, device)  # a static buffer
@@ -87,7 +86,7 @@ class DecodeStep:
         its time is that of later steps."""
 
     def _launch_logits(self, num_places: int) -> torch.Tensor:
-        return self._run_logits(num_places, self._has_drafts)
+        return self._run_logits(num_places)
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples from logits [n, vocab_size] of any float dtype, by the parameters of the batch's rows -> token ids
@@ -133,20 +132,18 @@ class DecodeStep:
         self._finish(self._token_ids[:size], self._ok[:size], handed_on.ragged(size))
         return hidden
 
-    def _run_logits(self, size: int, has_drafts: bool = False) -> torch.Tensor:
+    def _run_logits(self, size: int) -> torch.Tensor:
         logits = None if self._logits is None else self._logits[:size]
-        return self._paged.model.compute_logits(self._run_model(size, has_drafts), logits)
+        return self._paged.model.compute_logits(self._run_model(size), logits)
 
-    def _run_model(self, size: int, has_drafts: bool = False) -> torch.Tensor:
-        """has_drafts: whether a row may have several places, of which the later ones read what the others write."""
+    def _run_model(self, size: int) -> torch.Tensor:
         inputs = self._inputs
         prepare_decode(self._rows.state, self._rows.layout, inputs, size)
         groups = []
         for backend, slots, table in zip(self._paged.backends, inputs.slots, inputs.block_tables, strict=True):
             plan = backend.plan_on_device(inputs.seq_lens[:size], table[:size])
             assert plan is not None, f"{backend.name} cannot plan on the device"
-            metadata = padded_metadata(size, slots[:size], are_independent=not has_drafts)
-            groups.append(GroupContext(metadata, backend, plan))
+            groups.append(GroupContext(padded_metadata(size, slots[:size]), backend, plan))
         model_inputs = inputs.input_ids if self._received is None else self._received
         return self._paged.forward(model_inputs[:size], inputs.positions[:size], groups)
 

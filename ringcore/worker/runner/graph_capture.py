@@ -50,7 +50,7 @@ def capture(
     return graph, result
 
 
-def padded_metadata(size: int, slots: torch.Tensor, are_independent: bool = False) -> AttentionMetadata:
+def padded_metadata(size: int, slots: torch.Tensor) -> AttentionMetadata:
     """The metadata for planning on the device: the host knows the padded shape only."""
     unknown = np.zeros(0, dtype=np.int32)
     return AttentionMetadata(
@@ -63,5 +63,4 @@ def padded_metadata(size: int, slots: torch.Tensor, are_independent: bool = Fals
         block_table_cpu=unknown,
         slot_mapping=slots,
         num_decodes=size,
-        are_independent=are_independent,
     )
