@@ -181,7 +181,7 @@ def test_prefixes_are_cut_to_as_many_units_as_programs():
     assert [choose(n).max_spans for n in (8, 64, 128, 256, 1024)] == [8, 8, 4, 2, 1]
     tiling = choose(256)
     assert tiling.unit_seqs * tiling.group == UNIT_ROWS.value
-    assert (97 - 1) * 16 == tiling.min_saved_tiles  # 97 sequences and 1,024 tokens are the least
+    assert tiling.min_saved_tiles == (97 - 1) * 16  # 97 sequences and 1,024 tokens are the least
     assert choose(256, heads=(40, 8, 128)).unit_seqs == 12
     assert choose(256).min_lanes == 33, "each of 264 programs has a tile less to read"
 
