@@ -47,22 +47,20 @@ class Mixtures:
 
     def __init__(self, model: PreTrainedModel, routers: Collection[str], hidden_size: int) -> None:
         """model: on meta. routers: the paths of those that are recognised."""
-        self._found: dict[str, str | None] = {}  # the shared module, by the path of the mixture
-        self._model = model
+        self._found: list[tuple[Any, str | None]] = []  # the mixture, and the name of its shared module
         for path in routers:
             parent, _, name = path.rpartition(".")
             mixture = model.get_submodule(parent)
             shared = _tried(mixture, name, hidden_size)
             if shared is not None:
-                self._found[parent] = shared or None
+                self._found.append((mixture, shared or None))
 
     def __len__(self) -> int:
         return len(self._found)
 
     def bind(self) -> None:
         """After the routers and experts are bound; those of other stages are not."""
-        for path, shared in self._found.items():
-            mixture: Any = self._model.get_submodule(path)
+        for mixture, shared in self._found:
             children = dict(mixture.named_children())
             router = next((one.forward for one in children.values() if isinstance(one.forward, FusedRouter)), None)
             experts = next((vars(one).get("ringcore") for one in children.values() if is_experts(one)), None)
