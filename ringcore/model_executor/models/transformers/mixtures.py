@@ -64,7 +64,9 @@ class Mixtures:
             children = dict(mixture.named_children())
             router = next((one.forward for one in children.values() if isinstance(one.forward, FusedRouter)), None)
             experts = next((vars(one).get("ringcore") for one in children.values() if is_experts(one)), None)
-            if router is not None and isinstance(experts, BoundExperts):
+            if router is None or not isinstance(experts, BoundExperts):
+                continue
+            if router.dtype == experts.matrices.up.dtype:  # some keep their matrix in float32
                 mixture.ringcore = BoundMixture(router, experts, None if shared is None else children[shared])
 
 

@@ -73,14 +73,20 @@ class FusedRouter:
         """hidden_states: [..., hidden_size] -> None, which nothing reads, and [num_tokens, k] twice."""
         weight: torch.Tensor = self._module.weight
         rows = hidden_states.reshape(-1, weight.shape[1])
-        if len(rows) > self.max_tokens or rows.dtype != weight.dtype:
+        if len(rows) > self.max_tokens or rows.dtype != self.dtype:
             own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._own(hidden_states)
             return own
         routing = self.routing(rows.contiguous())
         return None, routing.weights, routing.experts
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that the kernel takes."""
+        weight: torch.Tensor = self._module.weight
+        return weight.dtype
+
     def routing(self, rows: torch.Tensor) -> Routing:
-        """rows: [n, hidden_size], n at most `max_tokens`."""
+        """rows: [n, hidden_size] of `dtype`, n at most `max_tokens`."""
         bias, correction = _vectors(self._module)
         counter, weight = self._counter, self._module.weight
         return self._route(rows, weight, self._form, counter=counter, bias=bias, correction=correction)
