@@ -110,7 +110,7 @@ def fail_at_start(config) -> None:
     "drop",
     [
         drop_ready,
-        drop_starting,
+        pytest.param(drop_starting, marks=pytest.mark.long_form),
         pytest.param(drop_in_a_cycle, marks=pytest.mark.long_form),
         fail_in_init,
         pytest.param(fail_in_a_block, marks=pytest.mark.long_form),

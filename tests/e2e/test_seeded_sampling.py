@@ -34,6 +34,7 @@ KINDS = [list(FILTERS)[i % len(FILTERS)] for i in range(NUM_REQUESTS)]
 OPTIONS = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 128}
 BLOCK_BYTES = 16 * 4 * 2 * 2 * 16 * 4  # of the tiny model: tokens, layers, keys and values, heads, head size, float32
 ROOMY, NARROW = 400, 30  # blocks; the requests need about 100 at their longest
+LATER = [(NARROW, 1, 1), (ROOMY, 2, 1)]
 
 
 def prompts(vocab_size: int, max_len: int) -> list[list[int]]:
@@ -82,10 +83,10 @@ def alone(tiny_qwen2) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("num_blocks", "num_ranks", "depth"),
-    [(ROOMY, 1, 2), (NARROW, 1, 1), pytest.param(ROOMY, 2, 1, marks=pytest.mark.long_form), (NARROW, 2, 2)],
+    [(ROOMY, 1, 2), (NARROW, 2, 2), *(pytest.param(*one, marks=pytest.mark.long_form) for one in LATER)],
 )
 def test_the_same_tokens_as_alone(tiny_qwen2, alone, num_blocks, num_ranks, depth):
-    """Every two of the three in all their combinations."""
+    """The long form has every two of the three in all their combinations."""
     options = tiny_options(num_blocks, num_ranks) | {"executor": "uniproc" if num_ranks == 1 else "multiproc"}
     with make_core(tiny_qwen2, max_num_seqs=NUM_REQUESTS, steps_in_flight=depth, **options) as core:
         order = shuffled(NUM_REQUESTS)
