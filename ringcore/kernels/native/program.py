@@ -70,6 +70,11 @@ class Workspace:
 class _OnlyKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what would compute while calls are recorded; gives new tensors memory of the workspace."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else the first call would import torch's compiler: 70 MB of a worker, and a second."""
+        return False
+
     def __init__(self, workspace: Workspace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspace = workspace
