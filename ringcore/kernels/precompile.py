@@ -21,7 +21,7 @@ __all__ = ["NotLaunchedError", "Variant", "compile_variants", "intercept_launche
 
 
 class NotLaunchedError(Exception):
-    """A kernel whose result was to be looked at was intercepted: whoever prefilled it, with NaN say, sees it."""
+    """A kernel was intercepted whose result the caller reads: the caller filled it with NaN, and finds that."""
 
 
 class Variant(NamedTuple):

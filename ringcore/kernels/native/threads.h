@@ -1,8 +1,8 @@
 // The threads of torch's own operations, and programs: phases of work that they take together, one after another.
 //
 // A phase is some items, which threads take in turns. It is over when all its items are done, not when all threads have
-// come to its end: a thread that the host delays, and that holds no item, delays nobody. Threads stay from phase to
-// phase, so the next one begins a fraction of a microsecond after.
+// come to its end: for a thread that the host preempts while it holds no item, no other waits. Threads stay from phase
+// to phase, so the next one begins a fraction of a microsecond after.
 
 #pragma once
 
