@@ -17,7 +17,7 @@ from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling, 
 from benchmarks.gpu_options import MAX_MODEL_LEN, Deadline, add_engine_arguments, bytes_a_number, gpu_specs
 from benchmarks.harness import Benchmark, EngineSpec, Fleet, Plan, interleave, note
 from benchmarks.models import PublishedModel, find_published
-from benchmarks.peers.gpu_loops import SHARED_TOKENS
+from benchmarks.peers.gpu_loops import SHARED_REQUESTS, SHARED_TOKENS
 from benchmarks.result import FAILED, Check, Findings, Limit, Measurement
 from benchmarks.turns import measurements_from_rows
 
@@ -26,7 +26,6 @@ __all__ = ["Gpu"]
 TURN_TIMEOUT_S, CEILINGS_TIMEOUT_S = 180.0, 120.0
 SETTLE_S = 4.0  # as any service has before its first request; ringcore captures rarer CUDA graphs meanwhile
 OFFLINE_REQUESTS, PREFILL_PROMPTS, PREFILL_TOKENS = 256, 64, MAX_MODEL_LEN - 1
-SHARED_REQUESTS = 512
 WARM_UP_TOKENS, WARM_UP_SHARE = 16, 8  # of the uncounted round: new tokens; one request in so many
 
 

@@ -13,13 +13,13 @@ from benchmarks.driver import BenchmarkError
 from benchmarks.gpu_options import Deadline, add_engine_arguments, gpu_specs
 from benchmarks.harness import Benchmark, EngineSpec, Plan, load_engine, note, numbers
 from benchmarks.models import PublishedModel, find_published
-from benchmarks.peers.gpu_loops import offline_lengths
+from benchmarks.peers.gpu_loops import SHARED_REQUESTS, SHARED_TOKENS, offline_lengths
 from benchmarks.result import Findings, Measurement
 
 __all__ = ["GpuProfile"]
 
 TIMEOUT_S = 180.0
-WHAT = ("decode", "prompts", "offline")
+WHAT = ("decode", "prompts", "offline", "shared")
 NUM_STEPS = 32
 PROMPT_TOKENS = {1: 128}  # by batch; of others:
 MANY_PROMPT_TOKENS = 512
@@ -104,6 +104,9 @@ def _cases(kinds: list[str], batches: list[int]) -> dict[str, Case]:
     if "offline" in kinds:
         lengths = [list(one) for one in offline_lengths(OFFLINE_REQUESTS)]
         cases[f"offline, {len(lengths)} requests"] = Case("profile_offline", {"lengths": lengths}, ALL_REQUESTS)
+    if "shared" in kinds:
+        name = f"{SHARED_REQUESTS} requests that share {SHARED_TOKENS:,} tokens"
+        cases[name] = Case("profile_shared", {"num_requests": SHARED_REQUESTS}, ALL_REQUESTS)
     return cases
 
 

@@ -18,6 +18,7 @@ from benchmarks.peers.rows import Row, facts
 
 __all__ = [
     "OFFLINE_TEMPERATURE",
+    "SHARED_REQUESTS",
     "SHARED_TOKENS",
     "EngineChild",
     "offline_lengths",
@@ -29,8 +30,8 @@ __all__ = [
 
 OFFLINE_TEMPERATURE = 0.6
 _OFFLINE_SEED, _OFFLINE_LOW, _OFFLINE_HIGH, _OFFLINE_TOP_TOKEN = 0, 100, 1024, 10_000
-# A service with a system prompt: what all prompts begin with, what follows, and what is generated.
-SHARED_TOKENS, _OWN_TOKENS, _SHARED_NEW = 1000, (20, 300), (8, 128)
+# A service with a system prompt: how many requests, what all prompts begin with, what follows, and what is generated.
+SHARED_REQUESTS, SHARED_TOKENS, _OWN_TOKENS, _SHARED_NEW = 512, 1000, (20, 300), (8, 128)
 _FIRST_PROMPT = 16
 
 

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.gpu_loops import OFFLINE_TEMPERATURE
+from benchmarks.peers.gpu_loops import OFFLINE_TEMPERATURE, shared_workload
 from benchmarks.peers.gpu_ringcore import engine_options
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
@@ -27,7 +27,7 @@ NEW_TOKENS = 1024  # more than are looked at: the first requests decode while th
 
 
 class ProfiledRingcore:
-    """Commands: load, profile, profile_prompts, profile_offline."""
+    """Commands: load, profile, profile_prompts, profile_offline, profile_shared."""
 
     def __init__(self) -> None:
         self._core: EngineCore | None = None
@@ -72,6 +72,16 @@ class ProfiledRingcore:
         self._ask_offline(lengths)
         return _summary(clock_us, self._profiled(self._drain), 1)
 
+    def profile_shared(self, num_requests: int) -> dict[str, Any]:
+        """The same of requests that begin with the same tokens. The first load warms up; each has a prefix of its
+        own, so that none is found in the cache."""
+        self._ask_shared(num_requests, turn=0)
+        self._drain()
+        self._ask_shared(num_requests, turn=1)
+        clock_us = _clocked_us(self._drain)
+        self._ask_shared(num_requests, turn=2)
+        return _summary(clock_us, self._profiled(self._drain), 1)
+
     def close(self) -> None:
         if self._core is not None:
             self._core.shutdown()
@@ -97,8 +107,14 @@ class ProfiledRingcore:
             params = SamplingParams(temperature=OFFLINE_TEMPERATURE, max_tokens=new, ignore_eos=True)
             self._ask(prompt_tokens, params)
 
+    def _ask_shared(self, num_requests: int, turn: int) -> None:
+        for prompt, new in zip(*shared_workload(num_requests, turn, self._vocab_size), strict=True):
+            self._send(prompt, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True))
+
     def _ask(self, prompt_tokens: int, params: SamplingParams) -> None:
-        prompt = self._draw.choices(range(self._vocab_size), k=prompt_tokens)
+        self._send(self._draw.choices(range(self._vocab_size), k=prompt_tokens), params)
+
+    def _send(self, prompt: list[int], params: SamplingParams) -> None:
         request = EngineCoreRequest(f"request-{next(self._ids)}", prompt, params, 0.0)
         self._waiting.add(request.request_id)
         self._engine.add_request(request)
@@ -182,6 +198,7 @@ if __name__ == "__main__":
                 "profile": profiled.profile,
                 "profile_prompts": profiled.profile_prompts,
                 "profile_offline": profiled.profile_offline,
+                "profile_shared": profiled.profile_shared,
             }
         )
     finally:

@@ -378,6 +378,7 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_profile, "LONG_PROMPT_TOKENS", 40)
     monkeypatch.setattr(gpu_profile, "NUM_PROMPT_STEPS", 2)
     monkeypatch.setattr(gpu_profile, "offline_lengths", lambda count: [(20, 4), (30, 6)])
+    monkeypatch.setattr(gpu_profile, "SHARED_REQUESTS", 2)
     findings = run(GpuProfile, engine_specs([], "eager"), *CPU, "--batches=2", "--top=3")
     rows = samples_of(findings)
     assert list(rows)[:3] == [
@@ -385,10 +386,11 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         "tiny, batch 2, a step on the device, µs",
         "tiny, batch 2, of it without a kernel, µs",
     ]
-    assert len(rows) == 3 * (3 + 1 + 3 + 1)
+    assert len(rows) == 4 * (3 + 1 + 3 + 1)
     for case in ("batch 2", "prompts of 40 tokens"):
         assert rows[f"tiny, {case}, a step on the device, µs"]["ringcore"][0] > 0
-    assert rows["tiny, offline, 2 requests, all requests on the device, ms"]["ringcore"][0] > 0
+    for case in ("offline, 2 requests", "2 requests that share 1,000 tokens"):
+        assert rows[f"tiny, {case}, all requests on the device, ms"]["ringcore"][0] > 0
     options = "--batches=2", "--what=decode", "--deterministic"
     assert list(run(GpuProfile, engine_specs([], "eager"), *CPU, *options).engines) == ["ringcore deterministic"]
     with pytest.raises(BenchmarkError, match="--what"):
