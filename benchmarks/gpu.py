@@ -14,7 +14,14 @@ from typing import Any, ClassVar
 from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.gpu_ceilings import Ceilings
 from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling, shared_floor
-from benchmarks.gpu_options import MAX_MODEL_LEN, Deadline, add_engine_arguments, bytes_a_number, gpu_specs
+from benchmarks.gpu_options import (
+    MAX_MODEL_LEN,
+    Deadline,
+    add_beside_argument,
+    add_engine_arguments,
+    bytes_a_number,
+    gpu_specs,
+)
 from benchmarks.harness import Benchmark, EngineSpec, Fleet, Plan, interleave, note
 from benchmarks.models import PublishedModel, find_published
 from benchmarks.peers.gpu_loops import SHARED_REQUESTS, SHARED_TOKENS
@@ -77,6 +84,7 @@ class Gpu(Benchmark):
         parser.add_argument("--batches", help="decode these batches alone, e.g. 1,32 (default: as fits the model)")
         parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each stage (default: 1)")
         parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each engine (default: 1)")
+        add_beside_argument(parser)
         Deadline.add_arguments(parser)
 
     def run(self, plan: Plan) -> Findings:
@@ -122,7 +130,8 @@ class _Session:
         self._plan, self._ceilings, self._deadline = plan, ceilings, deadline
         ranks, self._num_stages = plan.options.tensor_parallel_size, plan.options.pipeline_parallel_size
         self._size: int = ranks * self._num_stages
-        self._specs = gpu_specs(plan, "gpu", ranks, num_stages=self._num_stages)
+        beside = plan.options.beside
+        self._specs = gpu_specs(plan, "gpu", ranks, num_stages=self._num_stages, beside=beside)
         self._engines: dict[str, dict[str, Any]] = {}
         self._measurements: list[Measurement] = []
         self._failures: list[Check] = []

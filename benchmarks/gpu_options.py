@@ -8,16 +8,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
+from benchmarks.driver import BenchmarkError
 from benchmarks.harness import EngineSpec, Plan, child_specs, note
 from benchmarks.models import DEFAULT_MODELS, MODELS
+from ringcore.config import EngineConfig
 
 __all__ = [
     "Deadline",
+    "add_beside_argument",
     "add_engine_arguments",
     "add_place_arguments",
     "bytes_a_number",
     "gpu_specs",
     "with_deterministic",
+    "with_options",
     "without_cpu_settings",
 ]
 
@@ -50,16 +56,34 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def gpu_specs(plan: Plan, part: str, size: int = 1, are_together: bool = True, num_stages: int = 1) -> list[EngineSpec]:
+def add_beside_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="besides ringcore with this engine option, e.g. max_cudagraph_capture_size=2048; once for each engine",
+    )
+
+
+def gpu_specs(
+    plan: Plan,
+    part: str,
+    size: int = 1,
+    are_together: bool = True,
+    num_stages: int = 1,
+    beside: Sequence[str] = (),
+) -> list[EngineSpec]:
     """The children `benchmarks.peers.PART_ENGINE` of those that take part, each stage over `size` devices.
 
-    `are_together`: whether all are loaded at once, and share the memory.
+    `are_together`: whether all are loaded at once, and share the memory. beside: see `with_options`.
     """
     options = plan.options
     settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "max_model_len": MAX_MODEL_LEN}
     specs = _by_impl(child_specs(plan.specs, part, "child for the GPU benchmarks", settings), options.model_impl)
     if options.deterministic:
         specs = with_deterministic(specs)
+    specs = with_options(specs, beside)
     fitting = _BESIDE_SHARE / len(specs) if are_together and len(specs) > 1 else _ALONE_SHARE
     placed = {"memory_share": options.memory_share or fitting, "tensor_parallel_size": size}
     placed |= {"pipeline_parallel_size": num_stages} if num_stages > 1 else {}
@@ -92,6 +116,25 @@ def with_deterministic(specs: Sequence[EngineSpec]) -> list[EngineSpec]:
         if spec.name.split()[0] == "vllm":
             env = {**spec.env, "VLLM_BATCH_INVARIANT": "1"}
             found.append(replace(spec, name=f"{spec.name} batch-invariant", env=env))
+    return found
+
+
+def with_options(specs: Sequence[EngineSpec], given: Sequence[str]) -> list[EngineSpec]:
+    """After ringcore, ringcore with each "name=value" of `given`; a value is JSON, or a text. Raises `BenchmarkError`
+    for what is no option."""
+    found = []
+    for spec in specs:
+        found.append(spec)
+        for one in given if spec.name == "ringcore" else ():
+            name, _, text = one.partition("=")
+            if name not in EngineConfig.options() or not text:
+                raise BenchmarkError(f"--beside {one}: give an engine option as NAME=VALUE", beside=one)
+            try:
+                value = msgspec.json.decode(text)
+            except msgspec.DecodeError:
+                value = text
+            settings = {**spec.settings, "options": {name: value}}
+            found.append(replace(spec, name=f"{spec.name} {one}", settings=settings))
     return found
 
 

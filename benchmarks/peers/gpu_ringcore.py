@@ -89,6 +89,7 @@ def engine_options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "start_from",
     )
     options |= {name: settings[name] for name in where_set if name in settings}
+    options |= settings.get("options", {})
     return {**options, "gpu_memory_utilization": settings["memory_share"], "load_format": "dummy"}
 
 

@@ -106,6 +106,11 @@ class PagedBackend(ABC):
         """
         return None
 
+    def has_host_kernels(self, metadata: AttentionMetadata) -> bool:
+        """Whether `plan` takes kernels for this step that `plan_mixed_on_device` cannot have, and that are faster than
+        a graph without them."""
+        return False
+
 
 class AttentionBackend(PagedBackend):
     """Of heads: of every token the keys and values of each KV head are cached.

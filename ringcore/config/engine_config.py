@@ -19,7 +19,14 @@ from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.config.deterministic_checks import check_deterministic
 from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.config.option_checks import check_kv_cache_dtype, check_together, check_values
-from ringcore.config.options import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from ringcore.config.options import (
+    DEFAULT_GRAPH_TOKENS,
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from ringcore.config.sampling_defaults import read_sampling_defaults
 from ringcore.config.speculation import draft_head_of, with_plain_path
 from ringcore.config.value_checks import bad_value
@@ -99,6 +106,11 @@ class EngineConfig:
         check_deterministic(config.model, config.cache, config.parallel, config.device)
         check_kv_cache_dtype(config.cache.kv_cache_dtype, spec, FAMILIES)
         return config if config.device.device == "auto" else config.on_device(config.device.device)
+
+    @property
+    def max_mixed_graph_tokens(self) -> int:
+        """Of a step with prompts that is a CUDA graph."""
+        return min(self.scheduler.token_budget, self.device.max_cudagraph_capture_size or DEFAULT_GRAPH_TOKENS)
 
     def on_device(self, device: str) -> EngineConfig:
         """Resolves the options whose None depends on the device, "cuda" or "cpu". The workers resolve device "auto"."""

@@ -39,6 +39,7 @@ def _option(default: Any, doc: str) -> Any:
 
 
 MAX_STEPS_IN_FLIGHT = 2
+MAX_GRAPH_TOKENS, DEFAULT_GRAPH_TOKENS = 2048, 512  # of `DeviceConfig.max_cudagraph_capture_size`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +271,11 @@ class DeviceConfig:
     )
     attention_backend: str = _option("auto", f"one of {', '.join(ATTENTION_BACKENDS)}")
     enforce_eager: bool = _option(False, "launch kernels one by one, and capture no CUDA graphs")
+    max_cudagraph_capture_size: int | None = _option(
+        None,
+        f"tokens of the largest step with prompts that is a CUDA graph, at most {MAX_GRAPH_TOKENS}; kernels of larger "
+        "ones are launched one by one; None means 512",
+    )
     device_memory: str = _option(
         "auto",
         f"one of {', '.join(DEVICE_MEMORY)}: weights and KV cache in arenas of CUDA virtual memory, or by torch's own "

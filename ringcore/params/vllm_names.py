@@ -145,7 +145,9 @@ ENGINE_OPTIONS: Mapping[str, VllmName] = {
         "prefix_caching_hash_algo", "blocks are named by SHA-256 and compared by their tokens; leave it out", "sha256"
     ),
     **_all(
-        "cudagraph_capture_sizes max_cudagraph_capture_size", "graphs are captured for every batch up to max_num_seqs"
+        "cudagraph_capture_sizes",
+        "graphs are captured for every batch up to max_num_seqs, and of steps with prompts up to "
+        "max_cudagraph_capture_size tokens",
     ),
     **_all(
         "compilation_config optimization_level performance_mode kernel_config ir_op_priority",

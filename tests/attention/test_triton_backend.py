@@ -178,6 +178,24 @@ def test_only_whole_prompts_are_worth_it() -> None:
     assert fused_prompts.is_profitable(query_lens, seq_lens).tolist() == [True, False, False, False]
 
 
+def test_a_step_with_a_prompt_for_cudnn_is_planned_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_host_kernels(lens: list[tuple[int, int]], num_decodes: int) -> bool:
+        query_lens, seq_lens = np.array([new for _, new in lens]), np.array([sum(one) for one in lens])
+        starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+        slots = torch.zeros(int(starts[-1]), dtype=torch.int64)
+        table = np.zeros((len(lens), 1), np.int32)
+        longest = int(query_lens.max()), int(seq_lens.max())
+        step = AttentionMetadata(len(slots), len(lens), *longest, starts, seq_lens, table, slots, num_decodes)
+        return Bench("triton", spec_of(16, 2), 4).backend.has_host_kernels(step)
+
+    long = [(40, 1), (0, 2048)]
+    assert not has_host_kernels(long, 1), "a CPU has no cuDNN"
+    monkeypatch.setattr(triton_backend, "can_fuse", lambda spec, device: True)
+    assert has_host_kernels(long, 1)
+    for others in ([(40, 1), (0, 2047)], [(40, 1), (1, 2048)], [(40, 1)]):
+        assert not has_host_kernels(others, 1)
+
+
 def test_neighbours_of_one_length_share_a_call() -> None:
     assert batches_of_equal_length(7, [5, 5, 9, 5]) == [Prompts(7, 2, 5), Prompts(17, 1, 9), Prompts(26, 1, 5)]
 

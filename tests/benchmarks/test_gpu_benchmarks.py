@@ -22,12 +22,13 @@ from benchmarks.gpu import Gpu, chosen_parts
 from benchmarks.gpu_attention import GpuAttention
 from benchmarks.gpu_ceilings import Ceilings
 from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling, shared_floor
-from benchmarks.gpu_options import Deadline
+from benchmarks.gpu_options import Deadline, with_options
 from benchmarks.gpu_profile import ALL_REQUESTS, GpuProfile, grouped, rows_of, short_name
 from benchmarks.gpu_startup import GpuStartup
 from benchmarks.harness import engine_specs
 from benchmarks.models import MODELS, find_published
 from benchmarks.peers.gpu_loops import EngineChild, offline_lengths, offline_workload, shared_lengths, shared_workload
+from benchmarks.peers.gpu_ringcore import engine_options
 from benchmarks.peers.profile_ringcore import spans
 from benchmarks.result import Findings
 
@@ -395,6 +396,19 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(run(GpuProfile, engine_specs([], "eager"), *CPU, *options).engines) == ["ringcore deterministic"]
     with pytest.raises(BenchmarkError, match="--what"):
         run(GpuProfile, engine_specs([], "eager"), *CPU, "--what=paper")
+
+
+def test_an_engine_with_an_option_runs_beside_the_default() -> None:
+    specs = with_options(engine_specs([], "eager"), ["max_cudagraph_capture_size=2048", "attention_backend=triton"])
+    names = ["ringcore", "ringcore max_cudagraph_capture_size=2048", "ringcore attention_backend=triton"]
+    assert [spec.name for spec in specs] == names
+    settings = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 9, "tensor_parallel_size": 1, "memory_share": 1}
+    default, larger, triton = (engine_options({**spec.settings, **settings}) for spec in specs)
+    assert larger == {**default, "max_cudagraph_capture_size": 2048}
+    assert triton == {**default, "attention_backend": "triton"}
+    for wrong in ("no_such_option=1", "attention_backend"):
+        with pytest.raises(BenchmarkError, match=f"--beside {wrong}: give an engine option"):
+            with_options(specs, [wrong])
 
 
 @pytest.mark.long_form

@@ -182,6 +182,13 @@ def test_measured_parts_add_up(tiny_llama: tuple[str, Any]) -> None:
     assert "attention_gather_bytes" not in found
 
 
+def test_graphs_of_larger_mixed_steps_take_what_was_measured(tiny_llama: tuple[str, Any]) -> None:
+    peaks = StepPeaks(50 * MIB, 9 * MIB, 3, mixed_bytes=5 * MIB)
+    found, default = measured(tiny_llama[0], peaks), measured(tiny_llama[0])
+    assert found["graphs_bytes"] == default["graphs_bytes"] + 5 * MIB
+    assert found["available_kv_cache_bytes"] == default["available_kv_cache_bytes"] - 5 * MIB
+
+
 def test_no_graphs_take_nothing(tiny_llama: tuple[str, Any]) -> None:
     assert measured(tiny_llama[0], StepPeaks(50 * MIB, 9 * MIB, 0))["graphs_bytes"] == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ from fake_graphs import capture_at_once, captured
 from step_driver import admit, decode, make_config, plan, run, sampled
 
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.config.options import DEFAULT_GRAPH_TOKENS, MAX_GRAPH_TOKENS
+from ringcore.errors import ConfigError
+from ringcore.worker.runner.graph_capture import mixed_sizes
 from ringcore.worker.worker import Worker
 
 Reference = Callable[[Sequence[int], int], list[int]]
@@ -185,3 +189,45 @@ def test_a_capture_sees_only_padding(worker: Worker) -> None:
     assert mixed_graphs(worker).missing == []
     for cache, old in zip(worker._runner.paged.kv_caches.values(), before, strict=True):
         assert torch.equal(cache[:, :, 1:], old)
+
+
+def test_a_step_with_kernels_of_the_host_has_no_graph(
+    worker: Worker, mixed_reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As cuDNN's, of long prompts: it is launched as it is, though a graph of its size is there."""
+    run(worker, {0: 8}, new=[admit(0, LONG, range(1, 6), range(6, 11))])
+    (graph, _) = mixed_graphs(worker)._graphs[8]
+    monkeypatch.setattr(graph, "replay", lambda: pytest.fail("a graph was replayed"))
+    monkeypatch.setattr(PlansMixed, "has_host_kernels", lambda self, metadata: metadata.max_query_len > 6)
+    step = run(worker, {1: 7}, new=[admit(1, OTHER[:7], range(11, 14), range(15, 18))])
+    assert [sampled(step)[1]] == mixed_reference(OTHER[:7], 1)
+
+
+def test_sizes_waste_at_most_an_eighth_above_the_default() -> None:
+    assert mixed_sizes(DEFAULT_GRAPH_TOKENS) == [16, 32, 64, 128, 192, 256, 384, 512]
+    assert mixed_sizes(100) == [16, 32, 64, 100]
+    sizes = mixed_sizes(MAX_GRAPH_TOKENS)
+    assert (sizes[:8], sizes[-1]) == (mixed_sizes(DEFAULT_GRAPH_TOKENS), MAX_GRAPH_TOKENS)
+    for smaller, larger in pairwise(sizes[7:]):
+        assert 8 * (larger - smaller) <= larger, (smaller, larger)
+    assert mixed_sizes(900)[-2:] == [896, 900]
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 512),
+        ({"max_cudagraph_capture_size": 2048}, 2048),
+        ({"max_cudagraph_capture_size": 64}, 64),
+        ({"max_cudagraph_capture_size": 2048, "max_num_batched_tokens": 300}, 300),
+    ],
+)
+def test_the_largest_mixed_graph(tiny_mixed: tuple[str, Any], options: dict[str, int], tokens: int) -> None:
+    config = make_config(tiny_mixed[0], **{"max_num_batched_tokens": 4096, **options})
+    assert config.max_mixed_graph_tokens == tokens
+
+
+@pytest.mark.parametrize("value", [0, -1, 2049, True, "512"])
+def test_a_size_that_cannot_be(tiny_mixed: tuple[str, Any], value: object) -> None:
+    with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size=.*: give an integer of at (least 1|most 2048)"):
+        make_config(tiny_mixed[0], max_cudagraph_capture_size=value)

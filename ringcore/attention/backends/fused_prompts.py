@@ -8,6 +8,7 @@ prompt from its tokens; padded keys and values are zeros all the same, since a w
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "batches_of_equal_length",
     "can_fuse",
     "is_profitable",
+    "split_by_kernel",
     "warm_up_fused_prompts",
 ]
 
@@ -87,6 +90,17 @@ def is_profitable(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
     """[num_seqs] bool: long sequences that are whole prompts (nothing cached)."""
     result: np.ndarray = (query_lens == seq_lens) & (query_lens >= _MIN_TOKENS)
     return result
+
+
+def split_by_kernel(metadata: AttentionMetadata, first: int, can_fuse: bool) -> list[tuple[int, int, bool]]:
+    """The sequences from `first` on, as (first, end, whether cuDNN takes them) of neighbours with one kernel."""
+    if first == metadata.num_seqs:
+        return []
+    fused = is_profitable(np.diff(metadata.query_start_loc_cpu), metadata.seq_lens_cpu)[first:]
+    if not fused.any() or not can_fuse:
+        return [(first, metadata.num_seqs, False)]
+    edges = [first, *(first + 1 + np.flatnonzero(np.diff(fused))).tolist(), metadata.num_seqs]
+    return [(a, b, bool(fused[a - first])) for a, b in itertools.pairwise(edges)]
 
 
 def batches_of_equal_length(first_token: int, query_lens: list[int]) -> list[Prompts]:

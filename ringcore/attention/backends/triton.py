@@ -11,12 +11,10 @@ fused attention, unless a layer of the group has a softcap or sinks. Only the vi
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 
 from ringcore.attention.backend import AttentionBackend
@@ -25,7 +23,7 @@ from ringcore.attention.backends.fused_prompts import (
     attend_prompts,
     batches_of_equal_length,
     can_fuse,
-    is_profitable,
+    split_by_kernel,
     warm_up_fused_prompts,
 )
 from ringcore.attention.backends.step_tensors import StepTensors
@@ -159,7 +157,7 @@ class TritonBackend(AttentionBackend):
         count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
         device = metadata.slot_mapping.device
         starts, lens, table = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
-        groups = self._split_by_kernel(metadata, count, device)
+        groups = split_by_kernel(metadata, count, self._fuses_on(device))
         chunks = [(starts[a : b + 1] - starts[a], lens[a:b], table[a:b]) for a, b, is_fused in groups if not is_fused]
         uploaded = iter(
             upload_packed([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
@@ -174,18 +172,6 @@ class TritonBackend(AttentionBackend):
                 tensors = StepTensors(next(uploaded), next(uploaded), next(uploaded), longest)
                 others.append(_Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
         return _Step(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
-
-    def _split_by_kernel(
-        self, metadata: AttentionMetadata, first: int, device: torch.device
-    ) -> list[tuple[int, int, bool]]:
-        """The sequences from `first` on, as (first, end, whether cuDNN takes them) of neighbours with one kernel."""
-        if first == metadata.num_seqs:
-            return []
-        fused = is_profitable(np.diff(metadata.query_start_loc_cpu), metadata.seq_lens_cpu)[first:]
-        if not fused.any() or not self._may_fuse or not can_fuse(self.spec, device):
-            return [(first, metadata.num_seqs, False)]
-        edges = [first, *(first + 1 + np.flatnonzero(np.diff(fused))).tolist(), metadata.num_seqs]
-        return [(a, b, bool(fused[a - first])) for a, b in itertools.pairwise(edges)]
 
     def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step:
         return _Step(self._plan_decodes(seq_lens, block_table, skips_empty=True))
@@ -202,6 +188,14 @@ class TritonBackend(AttentionBackend):
         decodes = self._plan_decodes(decode_seq_lens, block_table, skips_empty=True)
         others = StepTensors(query_start_loc, seq_lens, block_table, self._longest(num_tokens))
         return _Step(decodes, (_Chunks(others, slice(None)),))
+
+    def has_host_kernels(self, metadata: AttentionMetadata) -> bool:
+        """cuDNN's, of long prompts without cached tokens: its plan depends on their lengths."""
+        groups = split_by_kernel(metadata, metadata.num_decodes, self._fuses_on(metadata.slot_mapping.device))
+        return any(is_fused for _, _, is_fused in groups)
+
+    def _fuses_on(self, device: torch.device) -> bool:
+        return self._may_fuse and can_fuse(self.spec, device)
 
     def _plan_decodes(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False

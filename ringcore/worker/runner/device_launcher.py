@@ -29,7 +29,7 @@ from ringcore.worker.runner.decode_graphs import DecodeGraphs
 from ringcore.worker.runner.decode_step import DecodeStep
 from ringcore.worker.runner.device_drafts import make_drafts
 from ringcore.worker.runner.device_step import DeviceStep, StepReader
-from ringcore.worker.runner.mixed_graphs import MixedGraphs
+from ringcore.worker.runner.mixed_graphs import MixedGraphs, can_plan_mixed
 from ringcore.worker.runner.stage_port import make_port
 from ringcore.worker.runner.step_launcher import StepLauncher, StepStages
 
@@ -69,9 +69,8 @@ class DeviceLauncher(StepLauncher):
         if all(backend.plan_on_device(*one) is not None for backend in backends):
             decode_class = DecodeStep if is_eager else DecodeGraphs
             self._decode = decode_class(stages.paged, self._device_rows, self.ring, self._port)
-        plans = (backend.plan_mixed_on_device(none, *one, none[:1], 1) for backend in backends)
-        if not is_eager and all(plan is not None for plan in plans):
-            self._mixed = MixedGraphs(stages.paged, self._device_rows, config.scheduler.token_budget)
+        if not is_eager and can_plan_mixed(backends, self._device):
+            self._mixed = MixedGraphs(stages.paged, self._device_rows, config.max_mixed_graph_tokens)
         self._drafts = make_drafts(stages, config, self._decode, self._reader)
 
     @property
@@ -192,7 +191,7 @@ class DeviceLauncher(StepLauncher):
         began = tracer.is_on and now_ns()
         batch, rows_on_device = self._gather(order)
         prepared = began and now_ns()
-        graphs = self._mixed if self._mixed is not None and len(batch.input_ids) <= self._mixed.max_tokens else None
+        graphs = self._mixed if self._mixed is not None and self._mixed.takes(batch) else None
         inputs = self._port.inputs(batch.input_ids)
         hidden = self._stages.paged.forward_batch(inputs, batch) if graphs is None else graphs.forward(inputs, batch)
         computed = began and now_ns()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from ringcore.attention.backend import PagedBackend
 from ringcore.attention.context import GroupContext
 from ringcore.kernels.upload import upload
 from ringcore.worker.rows.device_rows import DeviceRows
@@ -16,7 +18,14 @@ from ringcore.worker.runner.graph_capture import mixed_sizes, padded_metadata
 from ringcore.worker.runner.graph_demand import GraphDemand
 from ringcore.worker.runner.paged_model import PagedModel
 
-__all__ = ["MixedGraphs"]
+__all__ = ["MixedGraphs", "can_plan_mixed"]
+
+
+def can_plan_mixed(backends: Sequence[PagedBackend], device: torch.device) -> bool:
+    """Whether mixed steps can be CUDA graphs with these backends."""
+    none = torch.zeros(2, dtype=torch.int32, device=device)
+    one = none[:1], none[None, :1]  # the length and the block table of one sequence
+    return all(backend.plan_mixed_on_device(none, *one, none[:1], 1) is not None for backend in backends)
 
 
 class MixedGraphs:
@@ -27,7 +36,7 @@ class MixedGraphs:
     """
 
     def __init__(self, paged: PagedModel, rows: DeviceRows, max_tokens: int) -> None:
-        """paged: each of its backends can `plan_mixed_on_device`."""
+        """paged: of backends that `can_plan_mixed`."""
         self._paged = paged
         self._sizes = mixed_sizes(max_tokens)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # with its hidden states
@@ -47,6 +56,12 @@ class MixedGraphs:
     @property
     def max_tokens(self) -> int:
         return self._sizes[-1]
+
+    def takes(self, batch: InputBatch) -> bool:
+        """Whether `forward` computes this step: not a larger one, nor one with prompts that have a kernel which
+        cannot be captured."""
+        pairs = zip(self._paged.backends, batch.metadata, strict=True)
+        return len(batch.input_ids) <= self.max_tokens and not any(b.has_host_kernels(step) for b, step in pairs)
 
     @property
     def missing(self) -> list[int]:

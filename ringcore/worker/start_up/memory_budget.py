@@ -12,7 +12,8 @@ says little about its peak; there an upper bound is computed:
 
 CUDA graphs are captured after the KV cache is allocated, so their memory is an estimate: the peak of the largest
 decoding step including its logits (all graphs share one pool and one logits buffer), the cuBLAS workspace, the driver's
-memory for the first graph, and an entry per node.
+memory for the first graph, and an entry per node. Graphs of mixed steps have a pool of their own: up to 512 tokens it
+is within the margin, for more (`max_cudagraph_capture_size`) their pass is measured too.
 
     available_kv_cache_bytes = budget - activations - attention_gather - graphs - rows - margin
                       budget: `Platform.memory_budget_bytes`, which excludes what the process already uses,
@@ -62,6 +63,7 @@ class StepPeaks:
     largest_bytes: int  # max_num_batched_tokens tokens, and max_num_seqs rows that sample with filters
     decode_bytes: int  # a decoding step of max_num_seqs rows
     num_graphs: int  # that will be captured
+    mixed_bytes: int = 0  # the pass of a mixed graph above 512 tokens, and the hidden states that each size keeps
 
 
 def activation_bytes(spec: AnySpec, config: EngineConfig, dtype: str) -> int:
@@ -170,7 +172,7 @@ def _graphs_bytes(config: EngineConfig, peaks: StepPeaks) -> int:
     nodes_per_layer = _NODES_PER_LAYER if isinstance(spec, ModelSpec) else _NODES_PER_UNFUSED_LAYER
     nodes = nodes_per_layer * spec.num_layers + _OTHER_NODES
     entries = peaks.num_graphs * nodes * _GRAPH_NODE_BYTES
-    return _FIRST_GRAPH_BYTES + _GRAPH_WORKSPACE_BYTES + entries + peaks.decode_bytes
+    return _FIRST_GRAPH_BYTES + _GRAPH_WORKSPACE_BYTES + entries + peaks.decode_bytes + peaks.mixed_bytes
 
 
 def _rows_bytes(config: EngineConfig, plan: KVCacheConfig) -> int:

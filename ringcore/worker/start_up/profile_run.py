@@ -16,6 +16,7 @@ import torch
 from ringcore.attention.context import GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.config import EngineConfig
+from ringcore.config.options import DEFAULT_GRAPH_TOKENS
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
@@ -29,6 +30,7 @@ from ringcore.worker.logits.prompt_logprobs import positions_at_once
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.graph_capture import graph_sizes, mixed_sizes
 from ringcore.worker.runner.kv_caches import choose_backends, group_of_layer
+from ringcore.worker.runner.mixed_graphs import can_plan_mixed
 from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.start_up.memory_budget import StepPeaks, planned_cache
 
@@ -53,9 +55,8 @@ def profile_steps(
     prompts = np.full(-(-num_tokens // max_len), max_len, dtype=np.int32)
     prompts[-1] -= prompts.sum() - num_tokens
     # A decoding size has two graphs: a whole step, and one that ends with the logits.
-    num_graphs = (
-        len(graph_sizes(max_num_seqs)) + len(graph_sizes(max_places)) + len(mixed_sizes(config.scheduler.token_budget))
-    )
+    of_mixed = mixed_sizes(config.max_mixed_graph_tokens)
+    num_graphs = len(graph_sizes(max_num_seqs)) + len(graph_sizes(max_places)) + len(of_mixed)
     single = np.ones(min(num_tokens, max_places), dtype=np.int32)
     try:
         run.step(single)  # initializes libraries, whose workspaces persist and are not part of a step's peak
@@ -64,6 +65,7 @@ def profile_steps(
             largest_bytes=platform.peak_bytes(lambda: run.step(prompts)),
             decode_bytes=platform.peak_bytes(lambda: run.step(single)),
             num_graphs=0 if config.device.enforce_eager else num_graphs,
+            mixed_bytes=0 if config.device.enforce_eager else run.mixed_graphs_bytes(of_mixed, max_len),
         )
     except torch.OutOfMemoryError as error:
         free = platform.free_memory_bytes()
@@ -80,7 +82,7 @@ class _ProfileRun:
     ) -> None:
         plan = planned_cache(config, specs)
         layers = model.attention_layers
-        self._device = platform.device
+        self._platform, self._device = platform, platform.device
         self._max_sampled, self._vocab_size = config.scheduler.max_sampled_positions, config.model.spec.vocab_size
         groups = group_of_layer(plan, layers)
         backends = choose_backends(config.device.attention_backend, plan, layers, platform, config.model.deterministic)
@@ -94,16 +96,8 @@ class _ProfileRun:
     def step(self, lens: np.ndarray) -> None:
         """A dummy run of whole sequences of lens[i] tokens, sampling for as many rows as possible, with filters,
         logprobs and prompt logprobs. lens: [num_seqs] int32."""
-        num_tokens, device = int(lens.sum()), self._device
-        starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
-        positions = torch.from_numpy(np.arange(num_tokens) - np.repeat(starts[:-1], lens).astype(np.int64)).to(device)
-        slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        groups = [
-            GroupContext.of(_metadata(lens, starts, backend.spec.block_size, slots), backend)
-            for backend in self._paged.backends
-        ]
-        model = self._paged.model
-        hidden = self._paged.forward(model.new_inputs(num_tokens, device), positions, groups)
+        hidden, device = self._forward(lens), self._device
+        model, num_tokens = self._paged.model, len(hidden)
         if not model.stage.is_last:
             return
         num_sampled = min(self._max_sampled, num_tokens)
@@ -117,6 +111,29 @@ class _ProfileRun:
         chunk = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
         prompt_logits = model.compute_logits(chunk)
         logprob_tensors(prompt_logits, torch.zeros(len(chunk), dtype=torch.int64, device=device), _PROMPT_LOGPROBS)
+
+    def mixed_graphs_bytes(self, sizes: list[int], max_len: int) -> int:
+        """What graphs of mixed steps take of these sizes, if any is above the default; 0 where they cannot be."""
+        largest = sizes[-1]
+        if largest <= DEFAULT_GRAPH_TOKENS or not can_plan_mixed(self._paged.backends, self._device):
+            return 0
+        lens = np.full(-(-largest // max_len), max_len, dtype=np.int32)
+        lens[-1] -= lens.sum() - largest
+        inputs = self._paged.model.new_inputs(largest, self._device)
+        kept_bytes = inputs.nbytes + sum(sizes) * self._forward(lens)[0].nbytes
+        return kept_bytes + self._platform.peak_bytes(lambda: self._forward(lens))
+
+    def _forward(self, lens: np.ndarray) -> torch.Tensor:
+        """-> the model's output of these tokens."""
+        num_tokens, device = int(lens.sum()), self._device
+        starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+        positions = torch.from_numpy(np.arange(num_tokens) - np.repeat(starts[:-1], lens).astype(np.int64)).to(device)
+        slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        groups = [
+            GroupContext.of(_metadata(lens, starts, backend.spec.block_size, slots), backend)
+            for backend in self._paged.backends
+        ]
+        return self._paged.forward(self._paged.model.new_inputs(num_tokens, device), positions, groups)
 
 
 def _metadata(lens: np.ndarray, starts: np.ndarray, block_size: int, slots: torch.Tensor) -> AttentionMetadata:
