@@ -17,20 +17,11 @@ from benchmarks.gpu import measure_ceilings
 from benchmarks.gpu_options import Deadline, add_place_arguments
 from benchmarks.harness import Benchmark, Plan, note
 from benchmarks.linear_model import choice_ratios, fit
-from benchmarks.linear_points import (
-    Kernel,
-    LinearCase,
-    Point,
-    Points,
-    cases_of,
-    first_kernels,
-    footprint,
-    near,
-    read_points,
-)
+from benchmarks.linear_points import LinearCase, Point, Points, cases_of, footprint, read_points
 from benchmarks.models import DEFAULT_MODELS, MODELS, find_published
 from benchmarks.result import Check, Findings, Limit, Measurement, write_json
 from ringcore.kernels.skinny_configs import choose
+from ringcore.kernels.tile_candidates import Kernel, first_kernels, near
 
 __all__ = ["GpuLinears"]
 

@@ -7,7 +7,6 @@ with attention over whole sequences before it is timed.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +20,12 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
+from ringcore.kernels.device_timer import PAST_L2_BYTES, timer
 from ringcore.kernels.fp8_rows import rounded
 from ringcore.kv_cache.spec import FullAttentionSpec
 
 PACKAGES = ("ringcore", "torch", "triton", "flash-attn", "flash-attn-3")
-PAST_L2_BYTES = 256 << 20  # what is read again has been pushed out of the L2 by then
 FILL_TOKENS = 1 << 15  # in one call, or one sequence where that is more
-MIN_CALLS = 10
 CHECKED_ROWS = 32
 APART = ", each reads its own"  # of a backend's name: sequences that share a prefix are not read together
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # of the norm: roundings of the weights
@@ -226,43 +224,6 @@ def prepare_prefill(bench: Bench) -> Callable[[], float]:
     step = bench.metadata(0, count, bench.shape.lens)
     plan, forward = bench.backend.plan(step), bench.backend.forward
     return timer(lambda: forward(query, key, value, bench.cache, step, plan, bench.layer), 1, bench.device, False)
-
-
-def timer(call: Callable[[], object], calls: int, device: torch.device, in_graph: bool) -> Callable[[], float]:
-    """A function that runs `call`, which makes `calls` calls, often enough, and gives the seconds of one of them."""
-    repeats = -(-MIN_CALLS // calls)
-    if device.type != "cuda":
-        return lambda: _host_s(call, calls)
-    call()
-    torch.cuda.synchronize()
-    if in_graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                call()
-
-        def replayed_s(_reads: object = call) -> float:  # what a graph reads has to stay where it is
-            return _event_s(graph.replay, 1) / (repeats * calls)
-
-        return replayed_s
-    return lambda: _event_s(call, repeats) / calls
-
-
-def _event_s(action: Callable[[], object], repeats: int) -> float:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    action()  # the clocks, and what is planned at the first call
-    began.record()
-    for _ in range(repeats):
-        action()
-    ended.record()
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3 / repeats
-
-
-def _host_s(call: Callable[[], object], calls: int) -> float:
-    began_s = time.perf_counter()
-    call()
-    return (time.perf_counter() - began_s) / calls
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from benchmarks.peers.attention_backends import timer
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
+from ringcore.kernels.device_timer import timer
 
 PACKAGES = ("ringcore", "torch", "triton")
 LAYERS = 3

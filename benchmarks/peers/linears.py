@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from benchmarks.peers.attention_backends import PAST_L2_BYTES, timer
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
+from ringcore.kernels.device_timer import PAST_L2_BYTES, timer
 
 PACKAGES = ("ringcore", "torch", "triton")
 EPS = 1e-6

@@ -41,6 +41,7 @@ def make_app() -> typer.Typer:
     from ringcore.cli.simulate import make_simulate
     from ringcore.cli.top.command import top
     from ringcore.cli.trace import trace
+    from ringcore.cli.tune import make_tune
     from ringcore.cli.verify import make_verify
     from ringcore.cli.worker import worker
 
@@ -54,6 +55,7 @@ def make_app() -> typer.Typer:
     command("models", short_help="List the models that can be served, and why others cannot.")(models)
     command("verify", short_help="Compare what a model generates here with transformers.")(make_verify())
     command("park", short_help="Start engines ahead, for programs that start later.")(make_park())
+    command("tune", short_help="Search the fastest tiles of a model on this GPU.")(make_tune())
     command("ps", short_help="List the engines that this user runs on this host.")(ps)
     command("top", short_help="Show what a running engine does, live in the terminal.")(top)
     command("dump", short_help="Write a running engine's whole state as JSON.")(dump)

@@ -30,6 +30,8 @@ def check_deterministic(model: ModelConfig, cache: CacheConfig, parallel: Parall
         raise _refused(reason, "leave it out; host_kv_cache_bytes may stay")
     if parallel.redundant_experts is not None:
         raise _refused("redundant_experts move experts to other ranks, whose sums have another order", "leave it out")
+    if device.kernel_autotune:
+        raise _refused("kernel_autotune chooses tiles by time, and these agree in every bit", "leave it out")
     if device.attention_backend not in _BACKENDS:
         reason = f"attention_backend={device.attention_backend!r} computes a token otherwise in a prompt than decoded"
         raise _refused(reason, f"give one of {', '.join(_BACKENDS)}")

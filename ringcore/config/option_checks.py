@@ -63,6 +63,12 @@ _COUNTS = (
     "expert_balance_steps",
 )
 
+_SECONDS = ("stall_warning_s", "structured_outputs_timeout_s", "tokenizer_timeout_s", "kernel_autotune_timeout_s")
+_FLAGS = (
+    *("allow_callables", "local_admin", "enable_prefix_caching", "preempt_lower_priority", "enforce_eager"),
+    *("enable_sleep_mode", "kernel_autotune"),
+)
+
 
 def check_values(options: Mapping[str, Any]) -> None:
     """Each option alone."""
@@ -81,19 +87,12 @@ def check_values(options: Mapping[str, Any]) -> None:
             "executor", executor, f"give one of {', '.join(EXECUTORS)}, an Executor class, or 'module:Class'"
         )
     _check_counts(options)
-    for name in ("stall_warning_s", "structured_outputs_timeout_s", "tokenizer_timeout_s"):
+    for name in _SECONDS:
         check_seconds(name, options[name])
     for name in ("step_timeout_s", "engine_timeout_s"):
         if options[name] is not None:
             check_seconds(name, options[name])
-    for name in (
-        "allow_callables",
-        "local_admin",
-        "enable_prefix_caching",
-        "preempt_lower_priority",
-        "enforce_eager",
-        "enable_sleep_mode",
-    ):
+    for name in _FLAGS:
         if not isinstance(options[name], bool):
             raise bad_value(name, options[name], "give True or False")
     share = options["gpu_memory_utilization"]

@@ -276,6 +276,12 @@ class DeviceConfig:
         f"tokens of the largest step with prompts that is a CUDA graph, at most {MAX_GRAPH_TOKENS}; kernels of larger "
         "ones are launched one by one; None means 512",
     )
+    kernel_autotune: bool = _option(
+        False,
+        "on a GPU, time the tiles of the model's products at the first start and keep the fastest in the user's cache; "
+        "the next start searches nothing",
+    )
+    kernel_autotune_timeout_s: float = _option(60.0, "no shape is begun later; what is left goes on at the next start")
     device_memory: str = _option(
         "auto",
         f"one of {', '.join(DEVICE_MEMORY)}: weights and KV cache in arenas of CUDA virtual memory, or by torch's own "

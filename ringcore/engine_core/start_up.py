@@ -14,6 +14,7 @@ from ringcore.executor.timing import add_parts, timed
 from ringcore.kv_cache.manager import KVCacheManager
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
+from ringcore.protocol.kernel_tuning import KernelTuning
 from ringcore.protocol.messages import EngineReady
 from ringcore.protocol.model_report import ModelReport
 
@@ -42,6 +43,7 @@ def start_up(
     """
     with timed(phases, "get_kv_cache_spec"):
         specs = msgspec.convert(executor.collective_rpc("get_kv_cache_spec"), list[dict[str, KVCacheSpec]])
+    tuning = _tune_kernels(config, executor, phases)
     with timed(phases, "determine_available_memory"):
         tables = msgspec.convert(executor.collective_rpc("determine_available_memory"), list[dict[str, int]])
     with timed(phases, "plan_kv_cache"):
@@ -74,7 +76,16 @@ def start_up(
     model = msgspec.convert(reports[0].get("model"), ModelReport | None)
     for table, own in zip(tables, ranks, strict=True):
         table["kv_cache"] = own.total_bytes
-    return _describe(config, plan, tables, phases, executor.pids(), num_graphs_left, model), kv_cache
+    ready = _describe(config, plan, tables, phases, executor.pids(), num_graphs_left, model)
+    return msgspec.structs.replace(ready, kernel_tuning=tuning), kv_cache
+
+
+def _tune_kernels(config: EngineConfig, executor: Executor, phases: dict[str, float]) -> KernelTuning | None:
+    """-> what rank 0 says of it."""
+    if not config.device.kernel_autotune:
+        return None
+    with timed(phases, "tune_kernels"):
+        return msgspec.convert(executor.collective_rpc("tune_kernels")[0], KernelTuning | None)
 
 
 def _describe(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["cache_folder", "our_cache_folder"]
+__all__ = ["TILES", "cache_folder", "our_cache_folder"]
+
+TILES = "tiles"  # the folder of what `kernel_autotune` found
 
 
 def cache_folder(environment: Mapping[str, str], name: str) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from ringcore.kernels.skinny_configs import choose_packed
 from ringcore.kernels.skinny_tiles import Config, DotConfig
-from ringcore.kernels.skinny_times import BYTE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, Numbers
+from ringcore.kernels.skinny_times import BYTE_NUMBERS, DENSE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, Numbers
 
 __all__ = [
     "BYTES_FP8",
@@ -24,6 +24,7 @@ __all__ = [
     "TILE_OUTPUTS",
     "TILE_WORDS",
     "PackedWeight",
+    "stored_as",
 ]
 
 BYTE_CHUNK, NIBBLE_CHUNK = 16, 32  # inputs of 16 bytes of codes
@@ -71,6 +72,15 @@ class PackedWeight:
         return {NIBBLES: NIBBLE_NUMBERS, NIBBLES_E2M1: E2M1_NUMBERS}.get(self.form, BYTE_NUMBERS)
 
     @property
+    def storage(self) -> str:
+        """On what tiles depend beside its shape, in words."""
+        names = {BYTES_FP8: "fp8", BYTES_INT8: "int8", BYTES_UINT8: "uint8", NIBBLES: "int4", NIBBLES_E2M1: "e2m1"}
+        groups = "" if self.scales.shape[1] == 1 else f" in groups of {self.group_size}"
+        zeros = " with zeros" if self.zeros is not None or self.has_zero_bits else ""
+        order = "" if self.index is None else " in any order"
+        return f"{names[self.form]}{groups}{zeros}{order} for {_name(self.dtype)}"
+
+    @property
     def has_chunks(self) -> bool:
         """Whether `packed_fma_kernel` multiplies it: words of four codes, each chunk of words in one group."""
         is_nibbles = self.form == NIBBLES
@@ -94,3 +104,15 @@ class PackedWeight:
         if self.dtype == torch.float32 and isinstance(config, DotConfig):  # x takes twice the shared memory
             return replace(config, block_weights=64, block_inputs=64, num_warps=4, num_stages=2)
         return config
+
+
+def stored_as(weight: torch.Tensor | PackedWeight) -> tuple[str, str, Numbers]:
+    """(the kind of the kernels that multiply it, the weight in words, how its numbers are stored): on what tiles depend
+    beside its shape."""
+    if isinstance(weight, PackedWeight):
+        return "packed", weight.storage, weight.numbers
+    return "dense", _name(weight.dtype), DENSE_NUMBERS
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

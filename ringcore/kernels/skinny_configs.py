@@ -16,7 +16,15 @@ from ringcore.kernels.skinny_measured import MEASURED
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
 from ringcore.kernels.skinny_times import BYTE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, NUM_SMS, Numbers, fastest_dot
 
-__all__ = ["MAX_ROWS", "choose", "choose_packed", "choose_rounded", "choose_split_k", "many_packed"]
+__all__ = [
+    "MAX_ROWS",
+    "choose",
+    "choose_packed",
+    "choose_rounded",
+    "choose_split_k",
+    "last_of_range",
+    "many_packed",
+]
 
 # Ends of the ranges of rows that share a configuration: 1, 2 to 4, 5 to 16 and so on. Within a range, a row's result is
 # independent of the number of rows.
@@ -40,15 +48,20 @@ _MANY_NIBBLES = DotConfig(128, 128, 8, 3, 1, prefetched_inputs=0, block_rows=128
 _MANY_E2M1 = DotConfig(128, 64, 8, 4, 1, prefetched_inputs=0, block_rows=64)  # with 4 warps: see `experts_measured`
 
 
+def last_of_range(num_rows: int) -> int | None:
+    """The most rows that have the configuration of num_rows rows; None: there are none, or too many."""
+    return next((end for end in _RANGES if num_rows <= end), None) if num_rows > 0 else None
+
+
 @functools.cache
 def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
     """The configuration of x [num_rows, num_inputs] times a weight of num_outputs rows (gated: of twice as many).
 
     None: cuBLAS is faster, or there are no rows or too many.
     """
-    if not 0 < num_rows <= MAX_ROWS:
+    end = last_of_range(num_rows)
+    if end is None:
         return None
-    end = next(end for end in _RANGES if num_rows <= end)
     measured = MEASURED.get((num_outputs, num_inputs, is_gated), {})
     largest = next((largest for largest in measured if end <= largest), None)
     return _by_rule(num_outputs, num_inputs, is_gated, end) if largest is None else measured[largest]

@@ -1,9 +1,9 @@
 """Which algorithms compute a model's operations: the fastest for the shapes of a step, or those that give a row the
 same bits in every step.
 
-Of a model this is the one place that knows the engine option `deterministic`: a layer asks for its linear schemes, its
-ranks and its experts, and takes what it gets. Norms, gates and rotations are kernels that compute each row by itself
-anyway.
+Of a model this is the one place that knows the engine options `deterministic` and `kernel_autotune`: a layer asks for
+its linear schemes, its ranks and its experts, and takes what it gets. Norms, gates and rotations are kernels that
+compute each row by itself anyway.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ringcore.model_executor.linear_schemes.invariant_experts import InvariantEx
 from ringcore.model_executor.linear_schemes.invariant_product import ONE_SIZE, multiply_in_tiles
 from ringcore.model_executor.linear_schemes.invariant_scheme import InvariantScheme
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
+from ringcore.model_executor.linear_schemes.searched_scheme import SearchedScheme, SearchedTiles
 
-__all__ = ["FASTEST", "Arithmetic", "BatchInvariant", "Route", "arithmetic_of"]
+__all__ = ["FASTEST", "Arithmetic", "BatchInvariant", "Route", "Searched", "arithmetic_of"]
 
 Route = Callable[[torch.Tensor, torch.Tensor], Routing]  # x [n, hidden_size], weight [num_experts, hidden_size]
 
@@ -52,6 +53,16 @@ class Arithmetic:
 
 
 FASTEST = Arithmetic()
+
+
+class Searched(Arithmetic):
+    """The fastest by a search on this device, for the shapes of this model: the engine option `kernel_autotune`."""
+
+    def __init__(self, tiles: SearchedTiles) -> None:
+        self._tiles = tiles
+
+    def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
+        return lambda matrix: SearchedScheme(scheme_of(matrix), self._tiles)
 
 
 class BatchInvariant(Arithmetic):
@@ -102,6 +113,8 @@ class BatchInvariant(Arithmetic):
         return routed
 
 
-def arithmetic_of(deterministic: bool, device: torch.device) -> Arithmetic:
-    """deterministic: the engine option. Raises `ConfigError`."""
-    return BatchInvariant(device) if deterministic else FASTEST
+def arithmetic_of(deterministic: bool, device: torch.device, tiles: SearchedTiles | None = None) -> Arithmetic:
+    """deterministic: the engine option. tiles: what a search found, or is to find. Raises `ConfigError`."""
+    if deterministic:
+        return BatchInvariant(device)
+    return FASTEST if tiles is None else Searched(tiles)

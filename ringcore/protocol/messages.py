@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ringcore.protocol.kernel_tuning import KernelTuning
 from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.operations import MemoryOperation, SleepMode
 from ringcore.protocol.requests import EngineCoreRequest, OutputColumns, WireError
@@ -103,9 +104,10 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """The engine's report of its start.
 
     `phase_seconds` has the phases in order: start_workers (until every process has created its worker), init_device
-    (the device and the process group), load_model, get_kv_cache_spec, determine_available_memory (on a GPU a profile
-    run of the largest steps), plan_kv_cache, initialize_from_config (KV cache pages, warm-up, CUDA graphs). A name with
-    a dot is a part of a phase, of the rank that took longest for it; parts may overlap:
+    (the device and the process group), load_model, get_kv_cache_spec, tune_kernels (where `kernel_autotune` is given),
+    determine_available_memory (on a GPU a profile run of the largest steps), plan_kv_cache, initialize_from_config (KV
+    cache pages, warm-up, CUDA graphs). A name with a dot is a part of a phase, of the rank that took longest for it;
+    parts may overlap:
 
         start_workers.boot, .create                start of the interpreter; imports, mainly torch
         init_device.device, .connect               the GPU's context; the process group
@@ -128,6 +130,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     model: ModelReport | None = None  # on rank 0
     kv_cache_token_bytes: int = 0  # of a token in the caches of all layers, on one rank of each stage
     admin_endpoint: str | None = None  # the address for AdminClients, with the port that was picked
+    kernel_tuning: KernelTuning | None = None  # of `kernel_autotune`, on rank 0
 
 
 class RpcResult(msgspec.Struct, frozen=True, tag="rpc_result"):

@@ -17,6 +17,7 @@ from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.expert_placement import ExpertLoad
+from ringcore.protocol.kernel_tuning import KernelTuning
 from ringcore.protocol.model_report import ModelReport
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
 from ringcore.protocol.stored_kv import LoadReport
@@ -52,7 +53,8 @@ class Worker(TracedWorker):
     """Rank `rank` of `config.parallel.layout`.
 
     It starts in stages, one method each; every stage requires the previous one:
-    init_device -> load_model -> get_kv_cache_spec, determine_available_memory -> initialize_from_config -> steps.
+    init_device -> load_model -> get_kv_cache_spec, tune_kernels where asked, determine_available_memory ->
+    initialize_from_config -> steps.
     """
 
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str | None) -> None:
@@ -118,6 +120,17 @@ class Worker(TracedWorker):
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The KV cache spec of each attention layer, by the layer's name."""
         return _require(self._loaded, "load_model").kv_cache_spec(self.config.cache)
+
+    @rpc(scope="engine")
+    def tune_kernels(self) -> KernelTuning | None:
+        """Searches the fastest tiles of the model's products, see `tile_search`; on all ranks together. None where the
+        device has no kernels."""
+        loaded, platform = _require(self._loaded, "load_model"), _require(self._platform, "init_device")
+        if loaded.tiles is None:
+            return None
+        from ringcore.worker.start_up.tuned_kernels import tune_kernels  # with the kernels, which a CPU may not have
+
+        return tune_kernels(self.config, loaded, platform, _require(self._tp, "init_device"))
 
     @rpc(scope="engine")
     def determine_available_memory(self) -> dict[str, int]:

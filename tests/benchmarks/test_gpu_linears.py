@@ -18,12 +18,13 @@ from benchmarks.gpu_ceilings import Ceilings
 from benchmarks.gpu_linears import GpuLinears
 from benchmarks.harness import engine_specs
 from benchmarks.linear_model import FittedTimes
-from benchmarks.linear_points import LinearCase, Point, cases_of, first_kernels, footprint, near, read_points
+from benchmarks.linear_points import LinearCase, Point, cases_of, footprint, read_points
 from benchmarks.models import MODELS
 from benchmarks.result import Findings
 from ringcore.kernels.skinny_configs import choose
 from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
 from ringcore.kernels.skinny_times import DotTimes
+from ringcore.kernels.tile_candidates import first_kernels, near
 
 Cost = Callable[[dict[str, Any], str, dict[str, Any]], dict[str, Any]]
 

@@ -130,6 +130,7 @@ def test_over_ranks_and_after_the_death_of_a_worker(llama: str, options: dict[st
         ("model_impl", "transformers", "a LlamaForCausalLM is computed by modules of transformers"),
         ("kv_cache_dtype", "fp8", "kv_cache_dtype='fp8' has no batch-invariant attention; give 'auto'"),
         ("attention_backend", "torch_sdpa", "computes a token otherwise in a prompt than decoded; give one of auto"),
+        ("kernel_autotune", True, "kernel_autotune chooses tiles by time, and these agree in every bit; leave it out"),
         ("deterministic", "yes", "give True or False"),
     ],
 )

@@ -9,6 +9,7 @@ from ringcore import EngineConfig
 from ringcore.engine_core.start_up import resolve_config, start_up
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from ringcore.protocol.kernel_tuning import KernelTuning
 from ringcore.protocol.model_report import ModelReport
 
 BLOCK_BYTES = 512
@@ -31,6 +32,8 @@ class ReportingExecutor:
             return [{"total": 10**6, "available_kv_cache_bytes": available} for available in self.available_bytes]
         if method == "health":
             return [{"device": device} for device in self.devices]
+        if method == "tune_kernels":
+            return [{"num_shapes": 9, "num_known": 9, "num_searched": 4, "seconds": 1.5}, None]
         assert method == "initialize_from_config"
         (self.plan,) = args
         left = self.num_graphs_left
@@ -99,6 +102,14 @@ def test_what_workers_say_of_their_device_and_their_graphs(folder):
     assert ready.model == ModelReport("transformers", 2, {"layers": 1}, ["the other"])
     assert ready.phase_seconds["initialize_from_config.pages"] == 0.5
     assert set(ready.phase_seconds) & {"initialize_from_config.graphs_left", "graphs_left"} == set()
+
+
+def test_kernels_are_tuned_before_memory_is_measured(start):
+    _, ready, _ = start(32, 20, max_model_len=40, kernel_autotune=True)
+    assert list(ready.phase_seconds)[:4] == ["start", "get_kv_cache_spec", "tune_kernels", "determine_available_memory"]
+    assert ready.kernel_tuning == KernelTuning(9, 9, 4, seconds=1.5)
+    assert ready.kernel_tuning.in_words == "9 of 9 shapes known, 4 searched now in 1.5 s, 0 of them faster"
+    assert start(32, max_model_len=40)[1].kernel_tuning is None
 
 
 def test_a_model_with_windows(start):

@@ -15,6 +15,7 @@ from ringcore.front_end.doctor import host_checks, package_checks
 from ringcore.front_end.doctor.device_checks import device_findings
 from ringcore.front_end.doctor.examination import HOST_CHECKS, host_findings
 from ringcore.front_end.doctor.host_checks import (
+    check_caches,
     check_driver,
     check_limits,
     check_memory,
@@ -184,6 +185,19 @@ def test_a_low_limit_on_open_files(monkeypatch):
     monkeypatch.setattr(host_checks.resource, "getrlimit", lambda which: (1024, 2048))
     finding = next(check_limits())
     assert (finding.level, finding.mend) == ("warning", "ulimit -n 2048")
+
+
+def test_what_was_searched_by_kernel_autotune(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    *_, nothing = check_caches()
+    assert (nothing.check, nothing.found) == ("kernel tuning", "0 shapes searched by kernel_autotune")
+    folder = tmp_path / "ringcore" / "tiles"
+    folder.mkdir(parents=True)
+    for name in ("a.json", "b.json", "lock"):
+        (folder / name).touch()
+        os.utime(folder / name, (0, 86_400 * 365))
+    *_, found = check_caches()
+    assert found.found == "2 shapes searched by kernel_autotune, the last of them on 1971-01-01"
 
 
 def test_shared_memory_without_memfds(monkeypatch):

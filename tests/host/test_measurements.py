@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from ringcore.host import measurements
 from ringcore.host.measurements import Measurements
 
 KEY = {"processor": "one", "shape": "2 x 3"}
@@ -94,11 +93,10 @@ def test_a_folder_that_cannot_be_written(tmp_path, watch):
     assert watch.count == 0
 
 
-def test_a_lock_that_is_never_released(tmp_path, watch, monkeypatch):
-    monkeypatch.setattr(measurements, "_LOCK_S", 0.05)
+def test_a_lock_that_is_never_released(tmp_path, watch):
     with (tmp_path / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert seconds(tmp_path, watch) is None
+        assert Measurements(tmp_path, lock_s=0.05).seconds(KEY, ("a", "b"), 2, watch) is None
     assert seconds(tmp_path, watch) is not None
 
 
@@ -110,3 +108,18 @@ def test_a_measurement_that_fails_leaves_nothing(tmp_path, watch):
         seconds(tmp_path, fails)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     assert seconds(tmp_path, watch) is not None
+
+
+def test_what_is_no_time_is_kept_alike(tmp_path):
+    found = Measurements(tmp_path / "new")
+    assert found.newest() == (0, 0.0)
+    assert found.can_record()
+    assert found.read(KEY, "tile", int) is None
+    assert found.recorded(KEY, "tile", int, str, lambda: 3) == 3
+    assert found.recorded(KEY, "tile", int, str, lambda: 4) == 3
+    assert found.read(KEY, "tile", int) == 3
+    assert found.read(KEY, "another", int) is None
+    count, when = found.newest()
+    assert (count, when > 0) == (1, True)
+    (tmp_path / "file").write_text("")
+    assert not Measurements(tmp_path / "file").can_record()

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,8 @@ from ringcore.executor.ring_memory import FALLBACK_DIRECTORY, HAS_MEMFD, SEALS, 
 from ringcore.front_end.local_connection import connect
 from ringcore.front_end.parking.offers import host_bytes, offers
 from ringcore.host.byte_sizes import format_bytes
-from ringcore.host.cache_folder import our_cache_folder
+from ringcore.host.cache_folder import TILES, our_cache_folder
+from ringcore.host.measurements import Measurements
 from ringcore.host.resources import Host
 from ringcore.protocol.finding import Finding
 
@@ -210,6 +212,9 @@ def check_caches() -> Iterator[Finding]:
     yield _cache("model cache", Path(HF_HUB_CACHE), f"{len(models)} models of the hub in {HF_HUB_CACHE}", "HF_HOME")
     ours = Path(our_cache_folder("folders")).parent
     yield _cache("own cache", ours, str(ours), "XDG_CACHE_HOME")
+    count, newest = Measurements(ours / TILES).newest()
+    when = f", the last of them on {datetime.fromtimestamp(newest, UTC):%Y-%m-%d}" if count else ""
+    yield Finding("kernel tuning", "ok", f"{count} shapes searched by kernel_autotune{when}")
 
 
 def _cache(check: str, folder: Path, found: str, variable: str) -> Finding:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
+from ringcore.kernels.packed_weight import stored_as
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Derived
@@ -19,10 +21,14 @@ from ringcore.model_executor.weight import Derived
 if TYPE_CHECKING:
     from ringcore.kernels.packed_weight import PackedWeight
     from ringcore.kernels.skinny_tiles import Config
+    from ringcore.kernels.skinny_times import Numbers
 
-__all__ = ["KernelProduct", "sums_in_float32"]
+__all__ = ["Choose", "KernelProduct", "sums_in_float32"]
 
 _log = logging.getLogger(__name__)
+
+# The tiles of a product, by outputs, inputs and rows: None: not by `skinny_linear`.
+Choose = Callable[..., "Config | None"]
 
 
 class KernelProduct(Product):
@@ -44,12 +50,23 @@ class KernelProduct(Product):
         self._bias = bias
         self._out_dtype = out_dtype
         self._counters = skinny_linear.new_split_k_counters(weight)
-        self._choose = skinny_configs.choose if isinstance(weight, torch.Tensor) else weight.choose
+        self._choose: Choose = skinny_configs.choose if isinstance(weight, torch.Tensor) else weight.choose
         self._choose_split_k = skinny_configs.choose_split_k
         self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig
         self._row_norm = round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
         self._expand = expand_weight.expand_weight
+
+    @property
+    def stored_as(self) -> tuple[str, str, Numbers]:
+        """See `packed_weight.stored_as`."""
+        return stored_as(self.weight)
+
+    def with_choice(self, around: Callable[[Choose], Choose]) -> KernelProduct:
+        """The same product with another choice of tiles."""
+        made = copy.copy(self)
+        made._choose = around(self._choose)
+        return made
 
     def batch_invariant(self) -> KernelProduct:
         """The same product by tiles that agree, never by cuBLAS: a row has the same bits in any number of rows."""

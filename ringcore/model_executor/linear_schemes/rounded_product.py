@@ -3,12 +3,16 @@ them, many by cuBLAS."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
+from ringcore.kernels.packed_weight import stored_as
+from ringcore.model_executor.linear_schemes.kernel_product import Choose
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.linear_schemes.scaled_product import ScaledProduct
 from ringcore.model_executor.residual import Norm, Residual
@@ -17,6 +21,7 @@ from ringcore.model_executor.weight import Derived
 if TYPE_CHECKING:
     from ringcore.kernels.packed_weight import PackedWeight
     from ringcore.kernels.round_rows import RowNorm
+    from ringcore.kernels.skinny_times import Numbers
 
 __all__ = ["RoundedProduct"]
 
@@ -39,9 +44,22 @@ class RoundedProduct(Product):
         self._row_group, self._scaled = row_group, scaled
         self._min_scaled = None if scaled is None else scaled.MIN_ROWS
         self._counters = skinny_linear.new_split_k_counters(weight)
-        self._choose, self._in_kernel = skinny_configs.choose_rounded, skinny_tiles.PackedFmaConfig
+        self._choose: Choose = skinny_configs.choose_rounded
+        self._in_kernel = skinny_tiles.PackedFmaConfig
         self._round, self._row_norm = round_rows.round_rows, round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
+
+    @property
+    def stored_as(self) -> tuple[str, str, Numbers]:
+        """See `packed_weight.stored_as`."""
+        _, storage, numbers = stored_as(self._weight)
+        return "rounded", f"{storage} rounded in groups of {self._row_group}", numbers
+
+    def with_choice(self, around: Callable[[Choose], Choose]) -> RoundedProduct:
+        """The same product with another choice of tiles."""
+        made = copy.copy(self)
+        made._choose = around(self._choose)
+        return made
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._multiply(x, out=out)

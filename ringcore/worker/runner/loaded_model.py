@@ -15,11 +15,13 @@ from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.arithmetic import arithmetic_of
+from ringcore.model_executor.linear_schemes.searched_scheme import SearchedTiles
 from ringcore.model_executor.loader import pending_weights, read_again
 from ringcore.model_executor.models import build_head, build_model
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.protocol.expert_placement import ExpertLoad
 from ringcore.worker.platforms.platform import Platform
+from ringcore.worker.runner.kernel_tiles import searched_tiles
 
 __all__ = ["BuiltModel", "LoadedModel"]
 
@@ -36,6 +38,7 @@ class LoadedModel:
     load_s: float
     tensors: Mapping[str, torch.Tensor] | None = None
     reload_head: Callable[[], None] | None = None
+    tiles: SearchedTiles | None = None  # with `kernel_autotune`
 
     def kv_cache_spec(self, cache: CacheConfig) -> dict[str, KVCacheSpec]:
         return _kv_cache_spec(self.model, self.dtype, cache)
@@ -59,6 +62,7 @@ class BuiltModel:
     model: CausalLM
     dtype: str
     build_s: float
+    tiles: SearchedTiles | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, platform: Platform, tp: TensorParallel, stage: Stage = ONLY_STAGE) -> BuiltModel:
@@ -66,7 +70,8 @@ class BuiltModel:
         have."""
         start = time.monotonic()
         dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
-        arithmetic = arithmetic_of(config.model.deterministic, platform.device)
+        tiles = searched_tiles(config.device, platform.device)
+        arithmetic = arithmetic_of(config.model.deterministic, platform.device, tiles)
         model = build_model(
             config.model.spec,
             tp,
@@ -82,7 +87,7 @@ class BuiltModel:
             given = tp, TORCH_DTYPES[dtype], config.model.context_len, most
             model.attach(build_head(config.model.draft_head, len(model.attention_layers), *given))
         _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
-        return cls(model, dtype, time.monotonic() - start)
+        return cls(model, dtype, time.monotonic() - start, tiles)
 
     @property
     def weights_bytes(self) -> int:
@@ -105,7 +110,8 @@ class BuiltModel:
             final = tensors.final
             model.bind(tensors, updatable=final is not None)
         platform.synchronize()
-        return LoadedModel(model, self.dtype, self.weights_bytes, time.monotonic() - start, final, reload_head)
+        seconds = time.monotonic() - start
+        return LoadedModel(model, self.dtype, self.weights_bytes, seconds, final, reload_head, self.tiles)
 
     def _load_head(self, config: EngineConfig, platform: Platform, is_packed: bool) -> Callable[[], None] | None:
         """Before the model's weights, and no part of a weight update -> `LoadedModel.reload_head`."""

@@ -37,6 +37,7 @@ from ringcore.tracing import Tracer
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.device_launcher import DeviceLauncher
 from ringcore.worker.runner.graph_capture import graph_sizes
+from ringcore.worker.runner.kernel_tiles import searched_tiles
 from ringcore.worker.runner.kv_caches import choose_backends
 from ringcore.worker.runner.loaded_model import LoadedModel
 from ringcore.worker.runner.model_runner import ModelRunner
@@ -108,6 +109,7 @@ class FewLayers:
         # User code is not called in a dummy run, and there are no CUDA graphs, since nothing is executed.
         few = replace(config.model, spec=config.model.spec.few_layers(), logits_processors=[])
         config = replace(config, model=few, device=replace(config.device, enforce_eager=True))
+        device = torch.device("cuda")
         model = build_model(
             few.spec,
             tp.detached(),
@@ -115,7 +117,7 @@ class FewLayers:
             few.context_len,
             expert_parallel=config.parallel.expert_parallel,
             redundant_experts=config.parallel.redundant_experts,
-            arithmetic=arithmetic_of(config.model.deterministic, torch.device("cuda")),
+            arithmetic=arithmetic_of(config.model.deterministic, device, searched_tiles(config.device, device)),
         )
         return cls(config, model, dtype)
 

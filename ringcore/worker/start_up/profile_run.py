@@ -7,7 +7,7 @@ and the libraries that it initializes do not delay the first request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +34,7 @@ from ringcore.worker.runner.mixed_graphs import can_plan_mixed
 from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.start_up.memory_budget import StepPeaks, planned_cache
 
-__all__ = ["profile_steps", "sampling_inputs"]
+__all__ = ["profile_steps", "run_rows", "sampling_inputs"]
 
 _WARM_UP_TOKENS = 256
 _PROMPT_LOGPROBS = 20  # per position; with more of them, fewer positions are computed at once
@@ -76,6 +76,16 @@ def profile_steps(
         ) from error
 
 
+@torch.inference_mode()
+def run_rows(
+    config: EngineConfig, model: CausalLM, specs: Mapping[str, KVCacheSpec], platform: Platform
+) -> Callable[[int], None]:
+    """A function that runs a step of so many rows of one token, up to the logits, with meaningless results; on all
+    ranks together."""
+    run = _ProfileRun(config, model, specs, platform)
+    return torch.inference_mode()(lambda num_rows: run.logits(np.ones(num_rows, dtype=np.int32)))
+
+
 class _ProfileRun:
     def __init__(
         self, config: EngineConfig, model: CausalLM, specs: Mapping[str, KVCacheSpec], platform: Platform
@@ -111,6 +121,12 @@ class _ProfileRun:
         chunk = hidden[: positions_at_once(self._vocab_size, _PROMPT_LOGPROBS)]
         prompt_logits = model.compute_logits(chunk)
         logprob_tensors(prompt_logits, torch.zeros(len(chunk), dtype=torch.int64, device=device), _PROMPT_LOGPROBS)
+
+    def logits(self, lens: np.ndarray) -> None:
+        """A dummy run up to the logits of all tokens."""
+        hidden = self._forward(lens)
+        if self._paged.model.stage.is_last:
+            self._paged.model.compute_logits(hidden)
 
     def mixed_graphs_bytes(self, sizes: list[int], max_len: int) -> int:
         """What graphs of mixed steps take of these sizes, if any is above the default; 0 where they cannot be."""

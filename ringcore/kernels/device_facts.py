@@ -1,0 +1,24 @@
+"""On what the fastest tiles of a product depend beside the product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+
+from ringcore.kernels import packed_fma, skinny_kernels
+
+__all__ = ["device_facts"]
+
+
+def device_facts(device: torch.device) -> Mapping[str, str]:
+    """The GPU, its driver, what compiles the kernels, and their source."""
+    kernels = (skinny_kernels.dot_kernel, skinny_kernels.fma_kernel, packed_fma.packed_fma_kernel)
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "kernels": " ".join(kernel.cache_key for kernel in kernels),
+    }

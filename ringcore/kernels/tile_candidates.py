@@ -1,0 +1,158 @@
+"""The tiles that can compute a skinny linear: which to time of a problem, and which are like another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ringcore.kernels.skinny_configs import MAX_ROWS
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
+from ringcore.kernels.skinny_times import DENSE_NUMBERS, H200, NUM_SMS, Numbers
+
+__all__ = ["Kernel", "Linear", "block_rows", "can_run", "candidates", "first_kernels", "near"]
+
+Kernel = Config | None  # None: cuBLAS
+_MAX_FMA_ROWS = 4
+_MAX_SHARED_BYTES = 200 << 10  # of a program's tiles in flight
+_BYTES = 2  # of a number: skinny linears are 16-bit
+_EXPANDED_ROWS = 32  # of more an expansion of packed weights before cuBLAS may be worth it
+_FEW_ROWS = 8  # for which the model of times is fitted; for more it ranks tiles as for so many
+_PREFETCHED_INPUTS = 512
+
+
+class Linear(Protocol):
+    """x [num_rows, num_inputs] times a weight of num_outputs rows (gated: of twice as many)."""
+
+    @property
+    def num_outputs(self) -> int: ...
+
+    @property
+    def num_inputs(self) -> int: ...
+
+    @property
+    def is_gated(self) -> bool: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+
+def candidates(linear: Linear, kind: str, numbers: Numbers, chosen: Kernel, limit: int) -> list[Kernel]:
+    """At most `limit`, `chosen` first. kind: "dense", "packed" or "rounded"."""
+    found: list[Kernel] = [chosen]
+    if kind == "dense":
+        by_model = _by_model(linear) if linear.num_rows > 1 else []
+        others = [kernel for kernel in first_kernels(linear, chosen) if kernel != chosen]
+        around = near(chosen, linear) + [one for other in others for one in (other, *near(other, linear))]
+        is_few = linear.num_rows <= _MAX_FMA_ROWS
+        # Few rows: FMA and tensor cores by turns; more: those by the model, then what is near the choice.
+        found += [None, *(_by_turns(around, by_model) if is_few else [*by_model[: limit // 2], *around, *by_model])]
+    elif chosen is not None:
+        found += [None] if kind == "packed" and linear.num_rows > _EXPANDED_ROWS else []
+        found += [one for one in near(chosen, linear, numbers) if _keeps_groups(one, chosen, kind)]
+    return list(dict.fromkeys(found))[:limit]
+
+
+def _by_turns(first: Iterable[Kernel], second: Iterable[Kernel]) -> list[Kernel]:
+    left, right = list(first), list(second)
+    longest = max(len(left), len(right))
+    return [one for i in range(longest) for one in (*left[i : i + 1], *right[i : i + 1])]
+
+
+def _keeps_groups(one: Kernel, chosen: Kernel, kind: str) -> bool:
+    """Whether it divides inputs as `chosen` does, where scales do: whole groups are in a block."""
+    if isinstance(one, DotConfig | PackedFmaConfig) and isinstance(chosen, DotConfig | PackedFmaConfig):
+        return one.block_inputs == chosen.block_inputs or (kind == "packed" and one.block_inputs >= 64)
+    return False
+
+
+def _by_model(linear: Linear) -> list[Kernel]:
+    """Tiles for tensor cores, the fastest by the model of times first."""
+    num_weights = linear.num_outputs * (2 if linear.is_gated else 1)
+    tiles: list[DotConfig] = []
+    for block_weights in (64, 128):
+        for block_inputs in (64, 128, 256):
+            for num_stages in (3, 4):
+                for splits in (1, 2, 3, 4, 6, 8):
+                    is_one_wave = -(-num_weights // block_weights) * splits <= NUM_SMS
+                    tile = DotConfig(
+                        *(block_weights, block_inputs, block_weights // 16, num_stages, splits),
+                        prefetched_inputs=_PREFETCHED_INPUTS if is_one_wave else 0,
+                        block_rows=128 if linear.num_rows > 64 else 64,
+                    )
+                    if can_run(tile, linear) and (splits == 1 or 2 * splits * block_inputs <= linear.num_inputs):
+                        tiles.append(tile)
+    rows = min(linear.num_rows, _FEW_ROWS)
+    return [*sorted(tiles, key=lambda tile: H200.seconds(tile, num_weights, linear.num_inputs, rows))]
+
+
+def first_kernels(linear: Linear, chosen: Kernel) -> list[Kernel]:
+    """Where a search of a dense weight begins. chosen: by the engine."""
+    kernels: list[Kernel] = []
+    if linear.num_rows <= _MAX_FMA_ROWS:
+        width = min(4096 if linear.num_rows == 1 else 2048, 1 << (linear.num_inputs - 1).bit_length())
+        kernels.append(FmaConfig(2, width, 4))
+    if 1 < linear.num_rows <= MAX_ROWS:
+        kernels.append(DotConfig(64, 128, 4, 3, 1))
+    return list(dict.fromkeys([chosen, None, *(kernel for kernel in kernels if can_run(kernel, linear))]))
+
+
+def near(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> list[Kernel]:
+    """Those that differ in one number, by a factor of 2."""
+    found: list[Kernel] = []
+
+    def vary(name: str, numbers: Iterable[int]) -> None:
+        assert kernel is not None
+        changes: list[dict[str, Any]] = [{name: number} for number in numbers]
+        found.extend(replace(kernel, **change) for change in changes)
+
+    match kernel:
+        case FmaConfig():
+            vary("block_outputs", _around(kernel.block_outputs, 1, 16))
+            vary("block_inputs", _around(kernel.block_inputs, 256, 4096))
+            vary("num_warps", _around(kernel.num_warps, 1, 8))
+            found.append(replace(kernel, trigger_late=not kernel.trigger_late))
+        case PackedFmaConfig():
+            vary("block_outputs", _around(kernel.block_outputs, 1, 16))
+            vary("num_warps", _around(kernel.num_warps, 1, 8))
+            vary("num_programs", _around(kernel.num_programs, NUM_SMS, 8 * NUM_SMS))
+            vary("block_inputs", _around(kernel.block_inputs, 512, 4096))
+        case DotConfig():
+            vary("block_weights", _around(kernel.block_weights, 32, 128))
+            vary("block_inputs", _around(kernel.block_inputs, 32, 512))
+            vary("num_warps", _around(kernel.num_warps, 4, 8))
+            vary("num_stages", (n for n in (kernel.num_stages - 1, kernel.num_stages + 1) if n > 1))
+            vary("splits", _around(kernel.splits, 1, 8))
+            vary("prefetched_inputs", (0 if kernel.prefetched_inputs else _PREFETCHED_INPUTS,))
+            vary("block_rows", _around(kernel.block_rows, 16, 128))
+    return [one for one in found if can_run(one, linear, numbers)]
+
+
+def _around(number: int, low: int, high: int) -> list[int]:
+    return [n for n in (number // 2, number * 2) if low <= n <= high]
+
+
+def can_run(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> bool:
+    match kernel:
+        case None:
+            return True
+        case FmaConfig():
+            width = 1 << (linear.num_inputs - 1).bit_length()
+            return linear.num_rows <= _MAX_FMA_ROWS and kernel.block_inputs <= max(width, 256)
+        case PackedFmaConfig():
+            return linear.num_rows <= 2
+        case DotConfig():
+            block_outputs = kernel.block_weights // (2 if linear.is_gated else 1)
+            input_bytes = kernel.block_weights * numbers.bytes + block_rows(kernel, linear) * _BYTES
+            return (
+                16 <= block_outputs <= 32 * kernel.num_warps
+                and linear.num_rows <= 4 * kernel.block_rows
+                and kernel.block_inputs * kernel.splits <= linear.num_inputs
+                and input_bytes * kernel.block_inputs * kernel.num_stages <= _MAX_SHARED_BYTES
+            )
+
+
+def block_rows(kernel: DotConfig, linear: Linear) -> int:
+    """Of a program."""
+    rows = min(linear.num_rows, kernel.block_rows)
+    return max(16, 1 << (rows - 1).bit_length())

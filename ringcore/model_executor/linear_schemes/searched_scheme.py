@@ -1,0 +1,235 @@
+"""Decorates the linear schemes of a model: on a GPU their products compute by the tiles that a search found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ringcore.attention.context import NO_TOKEN_CONTEXT, TokenContext
+from ringcore.checkpoint.matrix_tensors import MatrixTensor
+from ringcore.kernels.found_tiles import FoundTiles, TileProblem
+from ringcore.kernels.skinny_configs import last_of_range
+from ringcore.kernels.skinny_tiles import Config
+from ringcore.model_executor.linear_schemes.kernel_product import Choose, KernelProduct
+from ringcore.model_executor.linear_schemes.product import Gate, Product
+from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
+from ringcore.model_executor.linear_schemes.scheme import LinearScheme
+from ringcore.model_executor.linear_schemes.shard import LinearShard
+from ringcore.model_executor.residual import Norm, Residual
+from ringcore.model_executor.weight import Weight
+
+__all__ = ["ProductCall", "Recording", "SearchedProduct", "SearchedScheme", "SearchedTiles"]
+
+_EPILOGUES = ("plain", "partial", "after_norm", "added")
+
+
+class Like(NamedTuple):
+    """What a tensor is, without its memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Like:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+
+class Streams:
+    """The residual streams of some calls that are made again, one after the other."""
+
+    def __init__(self, recording: Recording, has_results: bool) -> None:
+        """has_results: a product is added to zeros, and reads the numbers of the recording; else the streams are those
+        of a step, to which each call adds."""
+        self._recording, self._has_results = recording, has_results
+        self._residuals: dict[Like, Residual] = {}
+
+    def read(self, like: Like) -> Residual:
+        """By a norm."""
+        return Residual(self._recording.numbers(like).clone()) if self._has_results else self._of(like)
+
+    def added_to(self, like: Like) -> Residual:
+        if not self._has_results:
+            return self._of(like)
+        return Residual(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
+
+    def _of(self, like: Like) -> Residual:
+        if like not in self._residuals:
+            self._residuals[like] = Residual(self._recording.stream(like))
+        return self._residuals[like]
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCall:
+    """A call of a product in a step, which can be made again with other numbers."""
+
+    problem: TileProblem
+    num_rows: int
+    num_bytes: int  # of the weight
+    chosen: Config | None  # without a search
+    again: Callable[[Streams], torch.Tensor | Residual]
+
+
+Numbers = Callable[[Like], torch.Tensor]  # see `Recording.numbers`
+Again = Callable[[Numbers, Streams], torch.Tensor | Residual]
+
+
+class Recording:
+    """The calls of the products of a model, in the order of steps, and numbers for them."""
+
+    def __init__(self) -> None:
+        self.calls: list[ProductCall] = []
+        self.asked: tuple[TileProblem, Config | None] | None = None  # by the call that is made
+        self._numbers: dict[Like, torch.Tensor] = {}
+        self._streams: dict[Like, torch.Tensor] = {}
+
+    def numbers(self, like: Like) -> torch.Tensor:
+        """Random ones, the same for all calls of a shape."""
+        if like not in self._numbers:
+            generator = torch.Generator(like.device).manual_seed(1)
+            rows = torch.randn(like.shape, generator=generator, device=like.device)
+            self._numbers[like] = rows.to(like.dtype)
+        return self._numbers[like]
+
+    def stream(self, like: Like) -> torch.Tensor:
+        """What calls of this shape add to."""
+        if like not in self._streams:
+            self._streams[like] = self.numbers(like).clone()
+        return self._streams[like]
+
+    def run(self, calls: Sequence[ProductCall]) -> None:
+        """Makes these again, as a step does."""
+        streams = Streams(self, has_results=False)
+        for call in calls:
+            call.again(streams)
+
+    def result(self, call: ProductCall) -> torch.Tensor:
+        """Of the same numbers, whatever the tiles."""
+        found = call.again(Streams(self, has_results=True))
+        return found.rows if isinstance(found, Residual) else found
+
+
+class SearchedTiles:
+    """What was found for a model, and while its steps are recorded, their calls."""
+
+    def __init__(self, found: FoundTiles) -> None:
+        self.found = found
+        self.recording: Recording | None = None
+
+    def choose(self, problem: TileProblem, otherwise: Callable[[], Config | None]) -> Config | None:
+        if self.recording is not None:
+            self.recording.asked = problem, otherwise()
+        return self.found.choose(problem, otherwise)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedScheme(LinearScheme):
+    inner: LinearScheme
+    tiles: SearchedTiles = field(compare=False)
+
+    @property
+    def tensors(self) -> tuple[MatrixTensor, ...]:
+        return self.inner.tensors
+
+    def weights(self, shard: LinearShard) -> dict[str, Weight]:
+        return self.inner.weights(shard)
+
+    def product(
+        self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
+    ) -> Product:
+        """A product without kernels that have tiles stays as it is."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        product = self.inner.product(shard, tensors, bias, updatable)
+        is_searched = isinstance(product, KernelProduct | RoundedProduct)
+        return SearchedProduct(product, self.tiles, num_bytes) if is_searched else product
+
+
+class SearchedProduct(Product):
+    """The same product for each prologue and epilogue, with tiles of its own."""
+
+    def __init__(self, inner: Any, tiles: SearchedTiles, num_bytes: int) -> None:
+        """inner: a `KernelProduct` or `RoundedProduct`. num_bytes: of its weight."""
+        self._inner, self._tiles, self._num_bytes = inner, tiles, num_bytes
+        self._by_epilogue: dict[str, Product] = {
+            epilogue: inner.with_choice(self._searched(epilogue)) for epilogue in _EPILOGUES
+        }
+
+    def _searched(self, epilogue: str) -> Callable[[Choose], Choose]:
+        kind, storage, numbers = self._inner.stored_as
+
+        def around(choose: Choose) -> Choose:
+            def chosen(
+                num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False, **how: Any
+            ) -> Config | None:
+                def otherwise() -> Config | None:
+                    return choose(num_outputs, num_inputs, num_rows, is_gated=is_gated, **how)
+
+                last = last_of_range(num_rows)
+                if last is None:
+                    return otherwise()
+                shape = num_outputs, num_inputs, is_gated, epilogue
+                return self._tiles.choose(TileProblem(*shape, kind, storage, numbers, last), otherwise)
+
+            return chosen
+
+        return around
+
+    def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
+        product = self._by_epilogue["plain"]
+        made = product(x, tokens, out)
+        like = Like.of(x)
+        self._record(like, lambda numbers, _: product(numbers(like), NO_TOKEN_CONTEXT))
+        return made
+
+    def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
+        product = self._by_epilogue["partial"]
+        made = product.partial(x, tokens)
+        like = Like.of(x)
+        self._record(like, lambda numbers, _: product.partial(numbers(like), NO_TOKEN_CONTEXT))
+        return made
+
+    def after_norm(self, norm: Norm, hidden: Residual, tokens: TokenContext) -> torch.Tensor:
+        product = self._by_epilogue["after_norm"]
+        made = product.after_norm(norm, hidden, tokens)
+        like = Like.of(hidden.rows)
+        self._record(like, lambda _, streams: product.after_norm(norm, streams.read(like), NO_TOKEN_CONTEXT))
+        return made
+
+    def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate, tokens: TokenContext) -> torch.Tensor:
+        product = self._by_epilogue["after_norm"]
+        made = product.gated_after_norm(norm, hidden, gate, tokens)
+        like = Like.of(hidden.rows)
+        self._record(
+            like, lambda _, streams: product.gated_after_norm(norm, streams.read(like), gate, NO_TOKEN_CONTEXT)
+        )
+        return made
+
+    def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
+        product = self._by_epilogue["added"]
+        product.add_to(hidden, x, tokens)
+        if self._tiles.recording is None:  # else the add may stay deferred
+            return
+        of_x, of_rows = Like.of(x), Like.of(hidden.rows)
+
+        def again(numbers: Numbers, streams: Streams) -> Residual:
+            stream = streams.added_to(of_rows)
+            product.add_to(stream, numbers(of_x), NO_TOKEN_CONTEXT)
+            return stream
+
+        self._record(of_x, again)
+
+    def refresh(self) -> None:
+        self._inner.refresh()
+
+    def _record(self, like: Like, again: Again) -> None:
+        """After a call for such rows: what makes it again."""
+        recording = self._tiles.recording
+        if recording is None or recording.asked is None:
+            return
+        (problem, chosen), recording.asked = recording.asked, None
+        call = ProductCall(problem, like.shape[0], self._num_bytes, chosen, partial(again, recording.numbers))
+        recording.calls.append(call)

@@ -1,0 +1,56 @@
+"""What the GPU does in a search for tiles (`tile_search`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from triton.errors import TritonError
+
+from ringcore.kernels.device_timer import timer
+from ringcore.kernels.precompile import compile_variants, intercept_launches
+from ringcore.worker.start_up.tile_search import Timer
+
+__all__ = ["DeviceBench"]
+
+_log = logging.getLogger(__name__)
+
+# A compiler or a launcher that refuses a tile, or shared memory that is too small. An error of the device itself is an
+# `AcceleratorError` of torch, after which nothing can be launched: the next launch says so.
+_REFUSED = (TritonError, RuntimeError, AssertionError)
+
+
+class DeviceBench:
+    def __init__(self, device: torch.device, num_stages: int) -> None:
+        """num_stages: whose first ranks search at the same time, perhaps on one host; the others wait."""
+        self.device = device
+        self._num_threads = max(1, len(os.sched_getaffinity(0)) // num_stages)
+
+    def compile(self, launches: Sequence[Callable[[], object]]) -> None:
+        with intercept_launches() as intercepted:
+            for launch in launches:
+                with contextlib.suppress(*_REFUSED):
+                    launch()
+        try:
+            compile_variants(list(intercepted.values()), self.device, self._num_threads)
+        except _REFUSED as error:  # it is refused again when it is launched
+            _log.debug("a tile cannot be compiled: %s", error)
+
+    def timer(self, run: Callable[[], object]) -> Timer | None:
+        try:
+            return timer(run, 1, self.device, in_graph=True)
+        except _REFUSED as error:
+            _log.debug("a tile cannot be launched: %s", error)
+            return None
+
+    def result(self, run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        try:
+            found = run()
+            torch.cuda.synchronize(self.device)
+        except _REFUSED as error:
+            _log.debug("a tile cannot be launched: %s", error)
+            return None
+        return found
