@@ -18,16 +18,13 @@ from benchmarks.gpu_options import Deadline, add_place_arguments, bytes_a_number
 from benchmarks.harness import Benchmark, Plan, note, numbers
 from benchmarks.models import PublishedModel, find_published
 from benchmarks.result import Check, Findings, Limit, Measurement
+from ringcore.kernels.experts_configs import grouped_tiles
 from ringcore.kernels.skinny_tiles import DotConfig
 
 __all__ = ["ExpertsCase", "GpuExperts", "tiles"]
 
 TIMEOUT_S = 120.0
 TOKENS = (1, 8, 32, 64, 256, 1024)
-MAX_FEW_ROWS = 64
-_FEW = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 2), (64, 256, 4, 3), (64, 64, 4, 6))
-_WIDE = ((128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 2), (256, 64, 8, 3))
-_ROWS = (16, 32, 64, 128)
 
 
 class ExpertsCase(msgspec.Struct, frozen=True):
@@ -107,14 +104,7 @@ def cases_of(model: PublishedModel, counts: list[int]) -> Iterator[ExpertsCase]:
 
 def tiles(case: ExpertsCase) -> list[DotConfig]:
     """All that are tried."""
-    if case.num_tokens <= MAX_FEW_ROWS:
-        rows = [max(16, 1 << (case.num_tokens - 1).bit_length())]
-        rows = sorted({rows[0], max(16, rows[0] // 4)})
-    else:
-        mean = case.num_tokens * case.k // case.num_experts
-        rows = [one for one in _ROWS if mean // 2 <= one <= 4 * max(16, mean)]
-    shapes = _FEW + _WIDE if case.num_tokens <= 256 else _WIDE
-    return [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes if shape[1] <= case.num_inputs]
+    return grouped_tiles(case.num_experts, case.num_inputs, case.num_tokens, case.k)
 
 
 def _child(stack: ExitStack) -> Driver:

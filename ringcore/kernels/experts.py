@@ -13,6 +13,8 @@ training with mixture-of-experts", arXiv 2211.15841, without its padding to bloc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 
@@ -55,6 +57,7 @@ def experts(
     out: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     config: DotConfig | None = None,
+    choose: Callable[..., DotConfig] = choose_grouped,
 ) -> torch.Tensor:
     """The weighted sum over the experts of each token, as `experts_reference`; accumulated in float32. x: [n,
     hidden_size] of the matrices' dtype, contiguous.
@@ -62,7 +65,7 @@ def experts(
     activate: an `ExpertGate` is an epilogue; any other function is called for the product of all pairs, of which those
     of other ranks are undefined. normalise: likewise of the outputs of experts, before their weights.
     counters: see `new_expert_counters`, not shared with what may run at the same time; allocated if not given.
-    config: of both products; by default as `choose_grouped` says.
+    config: of both products; by default as `choose` says of each.
 
     Returns add_to [n, hidden_size], also float32, with the sum added in place; or out; or a new tensor of x's dtype.
     """
@@ -78,7 +81,7 @@ def experts(
     if len(x) > MAX_PAIRED_TOKENS:
         pairs = routing.pairs or sort_pairs(routing.experts, len(matrices), matrices.first)
         assert len(pairs.offsets) == len(matrices) + 1, "the pairs are those of other experts"
-    grouped = GroupedProducts(routing, matrices, pairs, config)
+    grouped = GroupedProducts(routing, matrices, pairs, config, choose)
     if isinstance(activate, ExpertGate):
         inner = grouped.product(x, matrices.up, matrices.up_bias, x.dtype, gate=activate)
     else:
@@ -110,10 +113,11 @@ class GroupedProducts:
         matrices: ExpertMatrices,
         pairs: SortedPairs | None,
         config: DotConfig | None,
+        choose: Callable[..., DotConfig] = choose_grouped,
     ) -> None:
         """pairs: None where each is a work item."""
         self._num_tokens, self._routing, self._matrices = len(routing.experts), routing, matrices
-        self._pairs, self._config = pairs, config
+        self._pairs, self._config, self._choose = pairs, config, choose
 
     def product(
         self,
@@ -131,7 +135,7 @@ class GroupedProducts:
         (num_experts, num_weights, num_inputs), stored = weight.shape, weight.stored
         num_outputs = num_weights if gate is None else num_weights // 2
         numbers = stored.numbers if isinstance(stored, PackedWeight) else DENSE_NUMBERS
-        config = self._config or choose_grouped(*weight.shape, self._num_tokens, k, x.dtype, numbers)
+        config = self._config or self._choose(*weight.shape, self._num_tokens, k, x.dtype, numbers)
         block_outputs = config.block_weights if gate is None else config.block_weights // 2
         for tensor in (x, stored, bias):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"

@@ -18,7 +18,7 @@ from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, Numbers, fastest_dot
 
-__all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "max_items"]
+__all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "grouped_tiles", "max_items"]
 
 MAX_FEW_TOKENS = 64
 # For more, the weighted sum has a launch of its own: the last program of a tile takes a trip to the L2 cache a token.
@@ -26,6 +26,9 @@ MAX_SUMMED_TOKENS = 4
 # Without a sort: the weights of an expert that several of so few tokens have are read again, mostly from the L2 cache.
 MAX_PAIRED_TOKENS = 4
 _MIN_ROWS, _MAX_ROWS = 16, 128
+# Weights, inputs, warps and stages of tiles to time.
+_FEW = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 2), (64, 256, 4, 3), (64, 64, 4, 6))
+_WIDE = ((128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 2), (256, 64, 8, 3))
 
 
 @functools.cache
@@ -58,6 +61,18 @@ def choose_grouped(
     least = 64 if numbers.bytes < 1 else 16  # of 4 bits a block is four products
     block_inputs = min(config.block_inputs, max(least, _power_of_2(num_inputs)))
     return DotConfig(config.block_weights, block_inputs, config.num_warps, config.num_stages, 1, block_rows=block_rows)
+
+
+def grouped_tiles(num_experts: int, num_inputs: int, num_tokens: int, k: int) -> list[DotConfig]:
+    """Those to time for num_tokens tokens with k of num_experts experts each."""
+    if num_tokens <= MAX_FEW_TOKENS:
+        most = max(_MIN_ROWS, _power_of_2(num_tokens))
+        rows = sorted({most, max(_MIN_ROWS, most // 4)})
+    else:
+        mean = num_tokens * k // num_experts
+        rows = [one for one in (16, 32, 64, 128) if mean // 2 <= one <= 4 * max(_MIN_ROWS, mean)]
+    shapes = _FEW + _WIDE if num_tokens <= 256 else _WIDE
+    return [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes if shape[1] <= num_inputs]
 
 
 def max_items(num_pairs: int, num_experts: int, block_rows: int) -> int:

@@ -26,10 +26,12 @@ class TileProblem:
     num_inputs: int
     is_gated: bool
     epilogue: str  # "plain", "partial", "added", or the prologue "after_norm"
-    kind: str  # of the kernels: "dense", "packed" or "rounded"
+    kind: str  # of the kernels: "dense", "packed", "rounded" or "experts"
     storage: str  # of the weight, in words
     numbers: Numbers
-    max_rows: int  # of the range: see `skinny_configs.last_of_range`
+    max_rows: int  # of the range: see `skinny_configs.last_of_range`; of experts, tokens
+    num_experts: int = 0  # of experts, as the next
+    k: int = 0
 
     @property
     def shown(self) -> str:

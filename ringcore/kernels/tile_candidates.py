@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ringcore.kernels.experts_configs import grouped_tiles
+from ringcore.kernels.found_tiles import TileProblem
 from ringcore.kernels.skinny_configs import MAX_ROWS
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, H200, NUM_SMS, Numbers
 
-__all__ = ["Kernel", "Linear", "block_rows", "can_run", "candidates", "first_kernels", "near"]
+__all__ = ["Kernel", "Linear", "block_rows", "can_run", "candidates", "first_kernels", "grouped_candidates", "near"]
 
 Kernel = Config | None  # None: cuBLAS
 _MAX_FMA_ROWS = 4
@@ -51,6 +53,18 @@ def candidates(linear: Linear, kind: str, numbers: Numbers, chosen: Kernel, limi
         found += [None] if kind == "packed" and linear.num_rows > _EXPANDED_ROWS else []
         found += [one for one in near(chosen, linear, numbers) if _keeps_groups(one, chosen, kind)]
     return list(dict.fromkeys(found))[:limit]
+
+
+def grouped_candidates(problem: TileProblem, chosen: Kernel, limit: int) -> list[Kernel]:
+    """Of experts: at most `limit`, `chosen` first, then the fastest by the model of times."""
+    num_experts, num_tokens = problem.num_experts, problem.max_rows
+    num_weights = min(num_experts, num_tokens * problem.k) * problem.num_outputs
+    tiles = grouped_tiles(num_experts, problem.num_inputs, num_tokens, problem.k)
+    if problem.numbers.bytes < 1:  # of 4 bits a block is four products, and wide blocks take ten times as long
+        tiles = [tile for tile in tiles if tile.block_inputs <= 128]
+    few = min(num_tokens, _FEW_ROWS)
+    tiles.sort(key=lambda tile: H200.seconds(tile, num_weights, problem.num_inputs, few, problem.numbers))
+    return list(dict.fromkeys([chosen, *tiles]))[:limit]
 
 
 def _by_turns(first: Iterable[Kernel], second: Iterable[Kernel]) -> list[Kernel]:

@@ -34,6 +34,7 @@ class Arithmetic:
 
     is_batch_invariant = False
     expert_gate: Activate = ExpertGate()  # of the experts of native models
+    tiles: SearchedTiles | None = None  # of them, by a search
 
     def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
         """Of the linears of a model whose matrices are stored as `scheme_of` says."""
@@ -59,10 +60,12 @@ class Searched(Arithmetic):
     """The fastest by a search on this device, for the shapes of this model: the engine option `kernel_autotune`."""
 
     def __init__(self, tiles: SearchedTiles) -> None:
-        self._tiles = tiles
+        self.tiles = tiles
 
     def schemes(self, scheme_of: SchemeOf) -> SchemeOf:
-        return lambda matrix: SearchedScheme(scheme_of(matrix), self._tiles)
+        assert self.tiles is not None
+        tiles = self.tiles
+        return lambda matrix: SearchedScheme(scheme_of(matrix), tiles)
 
 
 class BatchInvariant(Arithmetic):

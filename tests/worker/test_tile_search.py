@@ -293,3 +293,74 @@ def test_candidates_are_few_different_and_can_run() -> None:
                 assert len(found) >= 8, (shape, rows)
                 assert any(isinstance(one, DotConfig) for one in found) or rows == 1
     assert last_of_range(0) is None
+
+
+SCRIPT = """
+    import torch, triton_for_sm90
+    from ringcore.attention.backends.triton import TritonBackend
+    from ringcore.model_executor import ops
+    ops.has_kernels = lambda device: True
+    TritonBackend.refusal = classmethod(lambda cls, *args, **kwargs: None)
+    torch.cuda.get_device_name, torch._C._cuda_getDriverVersion = lambda device: "a card", lambda: 1
+
+    from ringcore import EngineConfig
+    from ringcore.distributed.parallel import SingleRank
+    from ringcore.kernels.precompile import intercept_launches
+    from ringcore.model_executor.arithmetic import arithmetic_of
+    from ringcore.model_executor.models import build_model
+    from ringcore.worker.platforms.cpu import CpuPlatform
+    from ringcore.worker.runner.kernel_tiles import searched_tiles
+    from ringcore.worker.runner.loaded_model import LoadedModel
+    from ringcore.worker.start_up import device_bench
+    from ringcore.worker.start_up.profile_run import run_rows
+    from ringcore.worker.start_up.tile_search import search_tiles
+
+    options = {{"load_format": "dummy", "attention_backend": "triton", "quantization": {quantization!r}}}
+    config = EngineConfig.from_options(model={model!r}, kernel_autotune=True, **options).on_device("cuda")
+    device, found, refused = torch.device("cpu"), [], []
+    tiles = searched_tiles(config.device, device)
+    arithmetic = arithmetic_of(False, device, tiles)
+    model = build_model(config.model.spec, SingleRank(), torch.bfloat16, 64, arithmetic=arithmetic)
+    device_bench.compile_variants = lambda variants, device, num_threads: found.extend(variants)
+
+    def skipped(run):
+        with intercept_launches():
+            return run()
+
+    class Bench(device_bench.DeviceBench):
+        def compile(self, launches):
+            def checked(launch):
+                try:
+                    launch()
+                except AssertionError as error:
+                    refused.append(error)
+            super().compile([lambda launch=launch: checked(launch) for launch in launches])
+        def timer(self, run):
+            skipped(run)
+            return lambda: 1.0
+        def result(self, run):
+            return torch.ones_like(skipped(run), dtype=torch.float32)
+
+    with torch.inference_mode():
+        model.bind({{weight.name: torch.zeros(weight.shape, dtype=weight.dtype) for weight in model.weights()}})
+        specs = LoadedModel(model, "bfloat16", 0, 0.0).kv_cache_spec(config.cache)
+        step = run_rows(config, model, specs, CpuPlatform())
+        bench = Bench(device, 1)
+        print(search_tiles(tiles, lambda rows: skipped(lambda: step(rows)), bench, 300.0, SingleRank()).num_known)
+    print(len({{(variant.kernel, variant.specialization) for variant in found}}), len(refused))
+"""
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_every_tile_that_is_tried_can_be_launched(tiny_llama, tmp_path, monkeypatch, quantization) -> None:
+    """By the launchers' own checks, of a whole model on a GPU that is not there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "found"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "kernels"))
+    from test_precompile import run
+
+    said = run(SCRIPT.format(model=tiny_llama[0], quantization=quantization), tmp_path / "triton")
+    num_known, num_kernels, num_refused = map(int, said.split())
+    assert num_known == len([*(tmp_path / "found").rglob("*.json")]) >= 30
+    assert num_kernels > 20
+    assert num_refused == 0

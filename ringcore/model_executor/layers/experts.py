@@ -7,6 +7,7 @@ summed by one all-reduce in both ways; of whole experts by a combine where that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,8 @@ from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, Routing
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
+from ringcore.model_executor.layers.searched_experts import SearchedExperts
+from ringcore.model_executor.linear_schemes.searched_scheme import SearchedTiles
 
 __all__ = ["BoundExperts"]
 
@@ -28,17 +31,20 @@ class BoundExperts:
         tp: TensorParallel,
         normalise: Activate | None = None,
         slots: ExpertSlots | None = None,
+        tiles: SearchedTiles | None = None,
     ) -> None:
         """tp: the ranks over which the experts are split; a single one where each rank has all of them. The tensors
         are used as they are, so they may get new contents. normalise: of an expert's output, before its weight, which
-        is whole on one rank. slots: of whole experts, bound."""
+        is whole on one rank. slots: of whole experts, bound. tiles: what a search found, on a GPU."""
         self.matrices, self._activate, self._normalise, self._tp = matrices, activate, normalise, tp
         self._slots = slots
         self._has_kernels = ops.has_kernels(matrices.up.device)
         if self._has_kernels:
-            from ringcore.kernels import experts
+            from ringcore.kernels import experts, experts_configs
 
-            self._experts = experts.experts
+            self._experts: Callable[..., torch.Tensor] = experts.experts
+            if tiles is not None:
+                self._experts = SearchedExperts(experts.experts, experts_configs.choose_grouped, tiles)
             self._counters = experts.new_expert_counters(matrices)
 
     def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -22,7 +22,16 @@ from ringcore.model_executor.linear_schemes.shard import LinearShard
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Weight
 
-__all__ = ["ProductCall", "Recording", "SearchedProduct", "SearchedScheme", "SearchedTiles"]
+__all__ = [
+    "Like",
+    "ProductCall",
+    "RandomNumbers",
+    "Recording",
+    "SearchedProduct",
+    "SearchedScheme",
+    "SearchedTiles",
+    "Streams",
+]
 
 _EPILOGUES = ("plain", "partial", "after_norm", "added")
 
@@ -67,15 +76,14 @@ class Streams:
 class ProductCall:
     """A call of a product in a step, which can be made again with other numbers."""
 
-    problem: TileProblem
+    asked: Mapping[TileProblem, Config | None]  # its problems, and what is chosen without a search
     num_rows: int
-    num_bytes: int  # of the weight
-    chosen: Config | None  # without a search
+    num_bytes: int  # of the weights that are read
     again: Callable[[Streams], torch.Tensor | Residual]
 
 
-Numbers = Callable[[Like], torch.Tensor]  # see `Recording.numbers`
-Again = Callable[[Numbers, Streams], torch.Tensor | Residual]
+RandomNumbers = Callable[[Like], torch.Tensor]  # see `Recording.numbers`
+Again = Callable[[RandomNumbers, Streams], torch.Tensor | Residual]
 
 
 class Recording:
@@ -83,7 +91,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.calls: list[ProductCall] = []
-        self.asked: tuple[TileProblem, Config | None] | None = None  # by the call that is made
+        self._asked: dict[TileProblem, Config | None] = {}  # by the call that is made
         self._numbers: dict[Like, torch.Tensor] = {}
         self._streams: dict[Like, torch.Tensor] = {}
 
@@ -100,6 +108,16 @@ class Recording:
         if like not in self._streams:
             self._streams[like] = self.numbers(like).clone()
         return self._streams[like]
+
+    def ask(self, problem: TileProblem, chosen: Config | None) -> None:
+        """A call that is made asks for the tiles of `problem`; chosen: without a search."""
+        self._asked[problem] = chosen
+
+    def made(self, num_rows: int, num_bytes: int, again: Again) -> None:
+        """Ends a call for so many rows: what makes it again. One that asked for no tiles is none of a search."""
+        asked, self._asked = self._asked, {}
+        if asked:
+            self.calls.append(ProductCall(asked, num_rows, num_bytes, partial(again, self.numbers)))
 
     def run(self, calls: Sequence[ProductCall]) -> None:
         """Makes these again, as a step does."""
@@ -122,7 +140,7 @@ class SearchedTiles:
 
     def choose(self, problem: TileProblem, otherwise: Callable[[], Config | None]) -> Config | None:
         if self.recording is not None:
-            self.recording.asked = problem, otherwise()
+            self.recording.ask(problem, otherwise())
         return self.found.choose(problem, otherwise)
 
 
@@ -215,7 +233,7 @@ class SearchedProduct(Product):
             return
         of_x, of_rows = Like.of(x), Like.of(hidden.rows)
 
-        def again(numbers: Numbers, streams: Streams) -> Residual:
+        def again(numbers: RandomNumbers, streams: Streams) -> Residual:
             stream = streams.added_to(of_rows)
             product.add_to(stream, numbers(of_x), NO_TOKEN_CONTEXT)
             return stream
@@ -227,9 +245,5 @@ class SearchedProduct(Product):
 
     def _record(self, like: Like, again: Again) -> None:
         """After a call for such rows: what makes it again."""
-        recording = self._tiles.recording
-        if recording is None or recording.asked is None:
-            return
-        (problem, chosen), recording.asked = recording.asked, None
-        call = ProductCall(problem, like.shape[0], self._num_bytes, chosen, partial(again, recording.numbers))
-        recording.calls.append(call)
+        if self._tiles.recording is not None:
+            self._tiles.recording.made(like.shape[0], self._num_bytes, again)

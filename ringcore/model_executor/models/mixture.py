@@ -144,7 +144,10 @@ class Experts(WeightedLayer):
         if self.slots is not None:
             self.slots.bind(up.device, of_slots, self.refresh)
         self._matrices = ExpertMatrices(up, down, first=0 if self.slots is None else self.slots.first)
-        self._bound = BoundExperts(self._matrices, self._arithmetic.expert_gate, self._tp, slots=self.slots)
+        tiles = self._arithmetic.tiles
+        self._bound = BoundExperts(
+            self._matrices, self._arithmetic.expert_gate, self._tp, slots=self.slots, tiles=tiles
+        )
 
     def _bound_weight(self, shard: LinearShard, tensors: Tensors, of_slots: list[SlotTensor]) -> ExpertWeight:
         declared = self._scheme.weights(shard)

@@ -25,7 +25,7 @@ from ringcore.kernels.device_timer import PAST_L2_BYTES
 from ringcore.kernels.found_tiles import TileProblem, as_plain, of_plain
 from ringcore.kernels.skinny_configs import last_of_range
 from ringcore.kernels.skinny_tiles import Config
-from ringcore.kernels.tile_candidates import candidates
+from ringcore.kernels.tile_candidates import candidates, grouped_candidates
 from ringcore.model_executor.linear_schemes.searched_scheme import ProductCall, Recording, SearchedTiles
 from ringcore.protocol.kernel_tuning import KernelTuning
 
@@ -146,7 +146,8 @@ class _Search:
         self._tiles, self._recording, self._calls, self._bench = tiles, recording, calls, bench
         weights: dict[TileProblem, int] = {}  # bytes in a step
         for call in (call for of_rows in calls.values() for call in of_rows):
-            weights[call.problem] = weights.get(call.problem, 0) + call.num_bytes
+            for problem in call.asked:
+                weights[problem] = weights.get(problem, 0) + call.num_bytes
         rank = {last_of_range(num_rows): i for i, num_rows in reversed([*enumerate(ROWS)])}
         self.problems = sorted(weights, key=lambda one: (rank[one.max_rows], -weights[one]))
 
@@ -188,15 +189,13 @@ class _Search:
     def _measured(self, problem: TileProblem) -> dict[str, Any]:
         """The record of `problem`."""
         of_rows = {n: of_rows for n, calls in self._calls.items() if (of_rows := _window(calls, problem))}
-        calls = [next(call for call in window if call.problem == problem) for window in of_rows.values()]
-        chosen = calls[0].chosen
-        linear = _Linear(problem.num_outputs, problem.num_inputs, problem.is_gated, max(of_rows))
-        tried = candidates(linear, problem.kind, problem.numbers, chosen, _CANDIDATES)
+        calls = [next(call for call in window if problem in call.asked) for window in of_rows.values()]
+        chosen, tried = calls[0].asked[problem], _candidates(problem, calls[0].asked[problem])
         if tried == [chosen]:
             return _record_of(chosen, 0.0, 1)
         results = [partial(self._recording.result, call) for call in calls]
         self._bench.compile([self._by(problem, config, result) for config in tried for result in results])
-        right = self._results(problem, chosen if problem.kind == "rounded" else None, calls)
+        right = self._results(problem, None if problem.kind in ("dense", "packed") else chosen, calls)
         tried = [config for config in tried if config == chosen or self._is_right(problem, config, calls, right)]
         timers: dict[int, list[Timer]] = {}
         for i, config in enumerate(tried):
@@ -219,8 +218,8 @@ class _Search:
         calls: Sequence[ProductCall],
         right: Sequence[torch.Tensor | None],
     ) -> bool:
-        """right: the results of cuBLAS; of rows rounded to FP8, which it does not multiply so, those of the tiles that
-        are chosen without a search."""
+        """right: the results of cuBLAS; of what it does not compute, experts and rows rounded to FP8, those of the
+        tiles that are chosen without a search."""
         for found, expected in zip(self._results(problem, config, calls), right, strict=True):
             if found is None or expected is None:
                 return False
@@ -245,6 +244,14 @@ class _Search:
         return by
 
 
+def _candidates(problem: TileProblem, chosen: Config | None) -> list[Config | None]:
+    """`chosen` first."""
+    if problem.kind != "experts":
+        linear = _Linear(problem.num_outputs, problem.num_inputs, problem.is_gated, problem.max_rows)
+        return candidates(linear, problem.kind, problem.numbers, chosen, _CANDIDATES)
+    return [*grouped_candidates(problem, chosen, _CANDIDATES)]
+
+
 def _record_of(config: Config | None, gain: float, num_tried: int) -> dict[str, Any]:
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return {"config": as_plain(config), "gain": gain, "num_tried": num_tried, "when": when}
@@ -253,7 +260,7 @@ def _record_of(config: Config | None, gain: float, num_tried: int) -> dict[str, 
 def _window(calls: Sequence[ProductCall], problem: TileProblem) -> list[ProductCall]:
     """The first call of `problem` among those before and after it, as many as read more than the L2 cache holds; empty
     where there is none."""
-    first = next((i for i, call in enumerate(calls) if call.problem == problem), None)
+    first = next((i for i, call in enumerate(calls) if problem in call.asked), None)
     if first is None:
         return []
     begin, end = max(0, first - _BEFORE), first + 1
