@@ -31,6 +31,7 @@ __all__ = [
     "SearchedScheme",
     "SearchedTiles",
     "Streams",
+    "searched",
 ]
 
 _EPILOGUES = ("plain", "partial", "after_norm", "added")
@@ -159,11 +160,16 @@ class SearchedScheme(LinearScheme):
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
-        """A product without kernels that have tiles stays as it is."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        product = self.inner.product(shard, tensors, bias, updatable)
-        is_searched = isinstance(product, KernelProduct | RoundedProduct)
-        return SearchedProduct(product, self.tiles, num_bytes) if is_searched else product
+        return searched(self.inner.product(shard, tensors, bias, updatable), self.tiles, num_bytes)
+
+
+def searched(product: Product, tiles: SearchedTiles | None, num_bytes: int) -> Product:
+    """`product` by tiles that were found; one without kernels that have tiles stays as it is. num_bytes: of its
+    weight."""
+    if tiles is None or not isinstance(product, KernelProduct | RoundedProduct):
+        return product
+    return SearchedProduct(product, tiles, num_bytes)
 
 
 class SearchedProduct(Product):

@@ -37,17 +37,17 @@ def build_model(
 ) -> CausalLM:
     """The model of one rank, without weights: what its stage of a pipeline has. Raises `ModelLoadError` for one that
     cannot be computed."""
-    sizes, scheme_of = (tp, dtype, max_model_len), schemes_of(spec.quantization)
-    split = stage, expert_parallel, redundant_experts
+    scheme_of = schemes_of(spec.quantization)
+    given = tp, dtype, max_model_len, scheme_of, stage, expert_parallel, redundant_experts, arithmetic
     match spec:
         case ModelSpec():
             native = model_class(spec.architecture, families)
-            return native(spec, *sizes, scheme_of, *split, arithmetic)
+            return native(spec, *given)
         case TransformersSpec():
             assert not arithmetic.is_batch_invariant, "refused with the options"
             from ringcore.model_executor.models.transformers import TransformersModel  # imports transformers: seconds
 
-            return TransformersModel(spec, *sizes, arithmetic.schemes(scheme_of), *split)
+            return TransformersModel(spec, *given)
         case _:
             assert_never(spec)
 

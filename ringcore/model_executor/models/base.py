@@ -48,7 +48,7 @@ class CausalLM(ABC):
     ) -> None:
         """scheme_of: the linear scheme of a matrix, by its name in the checkpoint. stage: that it computes.
         expert_parallel: each rank has whole experts of a mixture, and not a share of each. redundant_experts: see
-        `ExpertSlots`. arithmetic: of native models."""
+        `ExpertSlots`. arithmetic: which algorithms compute it."""
 
     @property
     def expert_slots(self) -> Sequence[ExpertSlots]:

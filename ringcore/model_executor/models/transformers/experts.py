@@ -25,6 +25,7 @@ from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 from ringcore.model_executor.expert_schemes.schemes import experts_scheme
 from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
+from ringcore.model_executor.linear_schemes.searched_scheme import SearchedTiles
 from ringcore.model_executor.models.transformers.checkpoint_layout import Ranges, TensorLayout
 from ringcore.model_executor.models.transformers.expert_forms import form_of, is_experts
 from ringcore.model_executor.models.transformers.expert_shares import (
@@ -142,8 +143,8 @@ class Experts:
         shape = share.ranges_of(dense, leaf).shape(whole.shape)
         module._parameters[leaf] = nn.Parameter(whole.new_empty(shape), False)
 
-    def bind(self, expert_parallel: bool) -> None:
-        """After the tensors of the modules are bound; those of other stages have none."""
+    def bind(self, expert_parallel: bool, tiles: SearchedTiles | None = None) -> None:
+        """After the tensors of the modules are bound; those of other stages have none. tiles: what a search found."""
         for name, form in self._forms.items():
             module = self._modules[name]
             up, down = self._weight(module, _up(module)), self._weight(module, _DOWN)
@@ -157,7 +158,7 @@ class Experts:
             matrices = ExpertMatrices(up, down, up_bias, down_bias, 0 if slots is None else slots.first)
             if slots is not None:
                 slots.bind(up.device, self._slot_tensors(name), partial(self._moved, name, matrices))
-            module.ringcore = BoundExperts(matrices, form.activate, tp, form.normalise, slots)
+            module.ringcore = BoundExperts(matrices, form.activate, tp, form.normalise, slots, tiles)
 
     @property
     def slots(self) -> list[ExpertSlots]:

@@ -3,15 +3,19 @@ products."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.linear_schemes.dense import dense_product
 from ringcore.model_executor.linear_schemes.product import Product
+from ringcore.model_executor.linear_schemes.searched_scheme import SearchedTiles, searched
 
-__all__ = ["ParallelEmbedding", "ParallelLinear"]
+__all__ = ["ParallelEmbedding", "ParallelLinear", "take_part", "use_products"]
 
 
 class ParallelLinear(nn.Module):
@@ -29,11 +33,12 @@ class ParallelLinear(nn.Module):
             self.bias = nn.Parameter(linear.bias.new_empty(shape[0]), requires_grad=False)
         self._product: Product | None = None
 
-    def bind(self, updatable: bool, prefers_float32: bool) -> None:
+    def bind(self, updatable: bool, prefers_float32: bool, tiles: SearchedTiles | None = None) -> None:
         """Computes by the fastest product for the device of its tensors from now on; a weight that the product keeps in
-        another form is freed."""
+        another form is freed. tiles: what a search found, on a GPU."""
         bias = None if self.dim == 1 else self.bias
-        self._product = dense_product(self.weight, bias, updatable, prefers_float32)
+        product = dense_product(self.weight, bias, updatable, prefers_float32)
+        self._product = searched(product, tiles, self.weight.nbytes)
         if self.weight.device.type == "cpu" and not updatable:
             self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
 
@@ -86,3 +91,18 @@ class ParallelEmbedding(nn.Module):
         elsewhere = (rows < 0) | (rows >= len(self.weight))
         hidden = nn.functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
         return self.tp.all_reduce(hidden.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+def take_part(model: PreTrainedModel, tp: TensorParallel) -> None:
+    """From now on with the other ranks, which took no part while the passes were recorded."""
+    for module in model.modules():
+        if isinstance(module, ParallelLinear | ParallelEmbedding):
+            module.tp = tp
+
+
+def use_products(model: PreTrainedModel, names: Collection[str], tp: TensorParallel) -> None:
+    """Puts ours in the place of the linears of these names, and of the head, that are not split."""
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and (name in names or module is head):
+            model.set_submodule(name, ParallelLinear(module, tp))

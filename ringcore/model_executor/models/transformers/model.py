@@ -16,6 +16,7 @@ from ringcore.attention.layer import AnyAttention, Attention
 from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.checkpoint.quantization import Quantization
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
+from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
@@ -29,7 +30,7 @@ from ringcore.model_executor.models.transformers.fusion.fused_model import Fusio
 from ringcore.model_executor.models.transformers.fusion.parts import local_attention
 from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
-from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
+from ringcore.model_executor.models.transformers.linears import ParallelLinear, take_part, use_products
 from ringcore.model_executor.models.transformers.mixtures import Mixtures
 from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.quantized_linears import dense_names, replace_quantized
@@ -79,13 +80,14 @@ class TransformersModel(CausalLM):
         stage: Stage = ONLY_STAGE,
         expert_parallel: bool = False,
         redundant_experts: int | None = None,
+        arithmetic: Arithmetic = FASTEST,
     ) -> None:
         """Raises `ModelLoadError` with the reason why the model cannot be computed here."""
         # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
         self.stage, self._expert_parallel = stage, expert_parallel and tp.size > 1
-        self._redundant_experts = redundant_experts
+        self._redundant_experts, self._tiles = redundant_experts, arithmetic.tiles
         with refusals_of(spec), torch.inference_mode(False), torch.no_grad(), one_thread():
-            self._build(spec, tp, dtype, max_model_len, scheme_of)
+            self._build(spec, tp, dtype, max_model_len, arithmetic.schemes(scheme_of))
 
     def _build(
         self, spec: TransformersSpec, tp: TensorParallel, dtype: torch.dtype, max_model_len: int, scheme_of: SchemeOf
@@ -113,10 +115,10 @@ class TransformersModel(CausalLM):
         self._layers = {call.module: layer for call, layer in of_calls if isinstance(layer, Attention)}
         self._quantized = replace_quantized(model, layouts, replaced, spec.quantization, tp, dtype, scheme_of)
         replaced = replaced | self._quantized.keys()
-        _use_products(model, self._fusion.linears, tp)
+        use_products(model, self._fusion.linears, tp)
         self._model, self._head = model, head_of(body)
         self._plain_head = check_head(self._head, model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
-        _take_part(model, tp)
+        take_part(model, tp)
         model.config._attn_implementation = _ATTENTION
         self._own_weights, self._num_attention_layers = _weights(layouts, shares, replaced), len(whole)
         self._staged: StagedBody | None = None
@@ -201,8 +203,9 @@ class TransformersModel(CausalLM):
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(device)
         for linear in self._linears():
-            linear.bind(updatable, prefers_float32=linear is self._model.get_output_embeddings())
-        self._experts.bind(self._expert_parallel)
+            is_head = linear is self._model.get_output_embeddings()
+            linear.bind(updatable, prefers_float32=is_head, tiles=self._tiles)
+        self._experts.bind(self._expert_parallel, self._tiles)
         self._routers.bind()
         self._mixtures.bind()
         self._model.config._experts_implementation = EXPERTS
@@ -266,21 +269,6 @@ def _attention_layers(
             )
         layers.append(local_attention(call, index, *heads))
     return layers
-
-
-def _take_part(model: PreTrainedModel, tp: TensorParallel) -> None:
-    """From now on with the other ranks, which took no part while the passes were recorded."""
-    for module in model.modules():
-        if isinstance(module, ParallelLinear | ParallelEmbedding):
-            module.tp = tp
-
-
-def _use_products(model: PreTrainedModel, names: Collection[str], tp: TensorParallel) -> None:
-    """Puts ours in the place of the linears of these names, and of the head, that are not split."""
-    head = model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and (name in names or module is head):
-            model.set_submodule(name, ParallelLinear(module, tp))
 
 
 def _weights(
