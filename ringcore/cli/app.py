@@ -82,10 +82,10 @@ def _options(
     ] = False,
     log_level: Annotated[
         LogLevel | None,
-        typer.Option(help="what all processes log to stderr: this and worse; default: info for serve, else warning"),
+        typer.Option(help="what all processes log to stderr, and worse; default: info (serve, tune), else warning"),
     ] = None,
     log_format: Annotated[LogFormat, typer.Option(help="lines of text, or a JSON object a line")] = LogFormat.text,
 ) -> None:
     """Runs large language models on this machine. The options of logs may follow the command too."""
-    default = LogLevel.info if context.invoked_subcommand == "serve" else LogLevel.warning
+    default = LogLevel.info if context.invoked_subcommand in ("serve", "tune") else LogLevel.warning
     context.call_on_close(log_to_stderr(log_level or default, log_format))

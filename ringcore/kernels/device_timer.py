@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,8 +14,13 @@ PAST_L2_BYTES = 256 << 20  # what is read again has been pushed out of the L2 by
 _MIN_CALLS = 10
 
 
-def timer(call: Callable[[], object], calls: int, device: torch.device, in_graph: bool) -> Callable[[], float]:
-    """A function that runs `call`, which makes `calls` calls, often enough, and gives the seconds of one of them."""
+def timer(
+    call: Callable[[], object], calls: int, device: torch.device, in_graph: bool, pool: Any = None
+) -> Callable[[], float]:
+    """A function that runs `call`, which makes `calls` calls, often enough, and gives the seconds of one of them.
+
+    pool: of graphs that share their memory: what one leaves is not read.
+    """
     repeats = -(-_MIN_CALLS // calls)
     if device.type != "cuda":
         return lambda: _host_s(call, calls)
@@ -22,7 +28,7 @@ def timer(call: Callable[[], object], calls: int, device: torch.device, in_graph
     torch.cuda.synchronize()
     if in_graph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             for _ in range(repeats):
                 call()
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from triton.errors import TritonError
@@ -27,9 +28,11 @@ class DeviceBench:
     def __init__(self, device: torch.device, num_stages: int) -> None:
         """num_stages: whose first ranks search at the same time, perhaps on one host; the others wait."""
         self.device = device
+        self._pool: Any = None  # of the graphs of one problem
         self._num_threads = max(1, len(os.sched_getaffinity(0)) // num_stages)
 
     def compile(self, launches: Sequence[Callable[[], object]]) -> None:
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         with intercept_launches() as intercepted:
             for launch in launches:
                 with contextlib.suppress(*_REFUSED):
@@ -41,7 +44,7 @@ class DeviceBench:
 
     def timer(self, run: Callable[[], object]) -> Timer | None:
         try:
-            return timer(run, 1, self.device, in_graph=True)
+            return timer(run, 1, self.device, in_graph=True, pool=self._pool)
         except _REFUSED as error:
             _log.debug("a tile cannot be launched: %s", error)
             return None
