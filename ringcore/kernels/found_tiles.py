@@ -53,7 +53,7 @@ class FoundTiles:
         self._known: dict[TileProblem, Config | None] = {}  # None: cuBLAS
         self._missing: set[TileProblem] = set()
         self._tried: dict[TileProblem, Config | None] = {}
-        self._is_frozen = False
+        self.is_frozen = False
 
     def choose(self, problem: TileProblem, otherwise: Callable[[], Config | None]) -> Config | None:
         """otherwise: the choice without a search."""
@@ -61,7 +61,7 @@ class FoundTiles:
             return self._tried[problem]
         if problem in self._known:
             return self._known[problem]
-        if not self._is_frozen and problem not in self._missing:
+        if not self.is_frozen and problem not in self._missing:
             recorded = self._measurements.read(self._key(problem), _WHAT, _record)
             if recorded is not None:
                 self._known[problem] = of_plain(recorded["config"])
@@ -101,7 +101,7 @@ class FoundTiles:
 
     def freeze(self, found: Mapping[TileProblem, Config | None]) -> None:
         """From now on it has these, and no others."""
-        self._known, self._is_frozen = dict(found), True
+        self._known, self.is_frozen = dict(found), True
 
 
 def _record(content: Any) -> Mapping[str, Any]:

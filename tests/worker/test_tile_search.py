@@ -122,7 +122,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_search, "ROWS", (1, 2, 4))
 
 
-def test_what_is_fastest_and_right_is_found_kept_and_taken(tmp_path: Path) -> None:
+def test_what_is_fastest_and_right_is_found_kept_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(tmp_path)
     assert model.chosen() == 5 * [DEFAULT]
     tuning = model.search()
@@ -132,6 +132,9 @@ def test_what_is_fastest_and_right_is_found_kept_and_taken(tmp_path: Path) -> No
     for num_rows in (1, 2, 3, 4):
         assert model.chosen(num_rows) == 5 * [FASTER]
     assert model.chosen(5) == 5 * [DEFAULT], "of a range that no decoding graph of these rows has"
+    monkeypatch.setattr(FoundTiles, "choose", lambda *_: pytest.fail("a product asks once for each number of rows"))
+    assert model.chosen(2) == 5 * [FASTER]
+    assert model.chosen(300) == 5 * [DEFAULT], "more than have tiles"
     assert len([*tmp_path.glob("*.json")]) == 6
 
 

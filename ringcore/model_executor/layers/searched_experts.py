@@ -14,7 +14,6 @@ from ringcore.kernels.found_tiles import TileProblem
 from ringcore.kernels.packed_weight import stored_as
 from ringcore.kernels.skinny_configs import last_of_range
 from ringcore.kernels.skinny_tiles import Config
-from ringcore.kernels.skinny_times import Numbers
 from ringcore.model_executor.linear_schemes.searched_scheme import Like, RandomNumbers, SearchedTiles, Streams
 from ringcore.model_executor.residual import Residual
 
@@ -29,6 +28,7 @@ class SearchedExperts:
     ) -> None:
         """choose: as `choose_grouped`, without a search."""
         self._experts, self._otherwise, self._tiles = experts, choose, tiles
+        self._known: dict[Any, Config | None] = {}
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class SearchedExperts:
         out: torch.Tensor | None = None,
         add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        choose = partial(self._choose, stored_as(matrices.up.stored)[1])
+        choose = partial(self._choose, matrices)
         given = (matrices, activate, normalise), {"counters": counters, "choose": choose}
         made = self._experts(x, routing, *given[0], **given[1], out=out, add_to=add_to)
         if self._tiles.recording is not None:
@@ -50,25 +50,18 @@ class SearchedExperts:
             self._tiles.recording.made(len(x), _active_bytes(matrices, len(x) * routing.k), kept.again)
         return made
 
-    def _choose(
-        self,
-        storage: str,
-        num_experts: int,
-        num_weights: int,
-        num_inputs: int,
-        num_tokens: int,
-        k: int,
-        dtype: torch.dtype,
-        numbers: Numbers,
-    ) -> Config:
-        def otherwise() -> Config:
-            return self._otherwise(num_experts, num_weights, num_inputs, num_tokens, k, dtype, numbers)
+    def _choose(self, matrices: ExpertMatrices, *shape: Any) -> Config:
+        """shape: as of `choose_grouped`."""
 
-        last = last_of_range(num_tokens)
-        if last is None or dtype == torch.float32:
-            return otherwise()
-        shape = num_weights, num_inputs, False, "plain", "experts"
-        found = self._tiles.choose(TileProblem(*shape, storage, numbers, last, num_experts, k), otherwise)
+        def asked() -> Config | None:
+            num_experts, num_weights, num_inputs, num_tokens, k, dtype, numbers = shape
+            otherwise, last = partial(self._otherwise, *shape), last_of_range(num_tokens)
+            if last is None or dtype == torch.float32:
+                return otherwise()
+            product = num_weights, num_inputs, False, "plain", "experts", stored_as(matrices.up.stored)[1]
+            return self._tiles.choose(TileProblem(*product, numbers, last, num_experts, k), otherwise)
+
+        found = self._tiles.kept(self._known, shape, asked)
         assert found is not None, "experts are never multiplied by cuBLAS"
         return found
 

@@ -12,7 +12,7 @@ import torch
 from ringcore.attention.context import NO_TOKEN_CONTEXT, TokenContext
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.kernels.found_tiles import FoundTiles, TileProblem
-from ringcore.kernels.skinny_configs import last_of_range
+from ringcore.kernels.skinny_configs import MAX_ROWS, last_of_range
 from ringcore.kernels.skinny_tiles import Config
 from ringcore.model_executor.linear_schemes.kernel_product import Choose, KernelProduct
 from ringcore.model_executor.linear_schemes.product import Gate, Product
@@ -144,6 +144,16 @@ class SearchedTiles:
             self.recording.ask(problem, otherwise())
         return self.found.choose(problem, otherwise)
 
+    def kept(self, known: dict[Any, Config | None], key: Any, choose: Callable[[], Config | None]) -> Config | None:
+        """What `choose` gives, from `known` as soon as that cannot change: steps that are launched kernel by kernel ask
+        for each product."""
+        if key in known:
+            return known[key]
+        config = choose()
+        if self.found.is_frozen:
+            known[key] = config
+        return config
+
 
 @dataclass(frozen=True, slots=True)
 class SearchedScheme(LinearScheme):
@@ -183,53 +193,62 @@ class SearchedProduct(Product):
         }
 
     def _searched(self, epilogue: str) -> Callable[[Choose], Choose]:
-        kind, storage, numbers = self._inner.stored_as
+        tiles, known = self._tiles, dict[Any, Config | None]()
 
         def around(choose: Choose) -> Choose:
             def chosen(
                 num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False, **how: Any
             ) -> Config | None:
-                def otherwise() -> Config | None:
+                if not 0 < num_rows <= MAX_ROWS:
                     return choose(num_outputs, num_inputs, num_rows, is_gated=is_gated, **how)
+                otherwise = partial(choose, num_outputs, num_inputs, num_rows, is_gated=is_gated, **how)
 
-                last = last_of_range(num_rows)
-                if last is None:
-                    return otherwise()
-                shape = num_outputs, num_inputs, is_gated, epilogue
-                return self._tiles.choose(TileProblem(*shape, kind, storage, numbers, last), otherwise)
+                def asked() -> Config | None:
+                    problem = self._problem((num_outputs, num_inputs, is_gated), epilogue, num_rows)
+                    return tiles.choose(problem, otherwise)
+
+                return tiles.kept(known, (num_rows, is_gated), asked)
 
             return chosen
 
         return around
 
+    def _problem(self, shape: tuple[int, int, bool], epilogue: str, num_rows: int) -> TileProblem:
+        last = last_of_range(num_rows)
+        assert last is not None, num_rows
+        kind, storage, numbers = self._inner.stored_as
+        return TileProblem(*shape, epilogue, kind, storage, numbers, last)
+
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         product = self._by_epilogue["plain"]
         made = product(x, tokens, out)
-        like = Like.of(x)
-        self._record(like, lambda numbers, _: product(numbers(like), NO_TOKEN_CONTEXT))
+        if self._tiles.recording is not None:
+            like = Like.of(x)
+            self._record(like, lambda numbers, _: product(numbers(like), NO_TOKEN_CONTEXT))
         return made
 
     def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         product = self._by_epilogue["partial"]
         made = product.partial(x, tokens)
-        like = Like.of(x)
-        self._record(like, lambda numbers, _: product.partial(numbers(like), NO_TOKEN_CONTEXT))
+        if self._tiles.recording is not None:
+            like = Like.of(x)
+            self._record(like, lambda numbers, _: product.partial(numbers(like), NO_TOKEN_CONTEXT))
         return made
 
     def after_norm(self, norm: Norm, hidden: Residual, tokens: TokenContext) -> torch.Tensor:
         product = self._by_epilogue["after_norm"]
         made = product.after_norm(norm, hidden, tokens)
-        like = Like.of(hidden.rows)
-        self._record(like, lambda _, streams: product.after_norm(norm, streams.read(like), NO_TOKEN_CONTEXT))
+        if self._tiles.recording is not None:
+            like = Like.of(hidden.rows)
+            self._record(like, lambda _, streams: product.after_norm(norm, streams.read(like), NO_TOKEN_CONTEXT))
         return made
 
     def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate, tokens: TokenContext) -> torch.Tensor:
         product = self._by_epilogue["after_norm"]
         made = product.gated_after_norm(norm, hidden, gate, tokens)
-        like = Like.of(hidden.rows)
-        self._record(
-            like, lambda _, streams: product.gated_after_norm(norm, streams.read(like), gate, NO_TOKEN_CONTEXT)
-        )
+        if self._tiles.recording is not None:
+            like, fused = Like.of(hidden.rows), product.gated_after_norm
+            self._record(like, lambda _, streams: fused(norm, streams.read(like), gate, NO_TOKEN_CONTEXT))
         return made
 
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
@@ -251,5 +270,5 @@ class SearchedProduct(Product):
 
     def _record(self, like: Like, again: Again) -> None:
         """After a call for such rows: what makes it again."""
-        if self._tiles.recording is not None:
-            self._tiles.recording.made(like.shape[0], self._num_bytes, again)
+        assert self._tiles.recording is not None
+        self._tiles.recording.made(like.shape[0], self._num_bytes, again)
