@@ -214,6 +214,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     assert model.chosen() == 5 * [DEFAULT]
 
 
+def test_what_has_no_memory_to_be_timed_stays_as_it_is(tmp_path: Path) -> None:
+    class Full(Device):
+        def compile(self, launches: Sequence[Callable[[], object]]) -> None:
+            super().compile(launches)
+            if self.num_compiled == len(launches):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = Model(tmp_path)
+    tuning = model.search(bench=Full(model.log))
+    assert (tuning.num_known, tuning.num_searched, tuning.num_shapes) == (5, 5, 6)
+    assert tuning.reason == "there was no memory beside the weights to time the others"
+    assert sorted(model.chosen(), key=str) == sorted(2 * [DEFAULT] + 3 * [FASTER], key=str)
+    assert Model(tmp_path).search().num_searched == 1
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"tile": {"config": {"kind": "fma", "num_warps": "8"}}}'])
 def test_a_broken_record_is_searched_again(tmp_path: Path, content: bytes) -> None:
     Model(tmp_path).search()

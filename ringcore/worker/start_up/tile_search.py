@@ -154,17 +154,25 @@ class _Search:
     def run(self, started: float, deadline: float, tick: Callable[[], None]) -> KernelTuning:
         """tick: called before each shape."""
         known, searched, reason = 0, list[dict[str, Any]](), ""
-        for problem in self.problems:
-            if problem not in self._tiles.found.found:
-                tick()
-                if time.monotonic() >= deadline or not (record := self._search(problem)):
-                    reason = f"{time.monotonic() - started:.0f} s were not enough; the next start goes on"
-                    break
-                if record.measured is not None:
-                    searched.append(record.measured)
-                where = "found by another process" if record.measured is None else _in_words(record.measured)
-                _log.info("kernel_autotune: %d of %d, %s: %s", known + 1, len(self.problems), problem.shown, where)
+        for number, problem in enumerate(self.problems, 1):
+            if problem in self._tiles.found.found:
+                known += 1
+                continue
+            tick()
+            try:
+                record = self._search(problem) if time.monotonic() < deadline else None
+            except torch.OutOfMemoryError as error:
+                reason = "there was no memory beside the weights to time the others"
+                _log.warning("kernel_autotune: %s: no memory to time it: %s", problem.shown, error)
+                continue
+            if record is None:
+                reason = f"{time.monotonic() - started:.0f} s were not enough; the next start goes on"
+                break
             known += 1
+            if record.measured is not None:
+                searched.append(record.measured)
+            where = "found by another process" if record.measured is None else _in_words(record.measured)
+            _log.info("kernel_autotune: %d of %d, %s: %s", number, len(self.problems), problem.shown, where)
         tuning = KernelTuning(
             num_shapes=len(self.problems),
             num_known=known,
