@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import torch
 import triton
 
-from ringcore.kernels import packed_fma, skinny_kernels
+from ringcore.kernels import experts_kernels, packed_fma, skinny_kernels
 
 __all__ = ["device_facts"]
 
 
 def device_facts(device: torch.device) -> Mapping[str, str]:
     """The GPU, its driver, what compiles the kernels, and their source."""
-    kernels = (skinny_kernels.dot_kernel, skinny_kernels.fma_kernel, packed_fma.packed_fma_kernel)
+    of_linears = skinny_kernels.dot_kernel, skinny_kernels.fma_kernel, packed_fma.packed_fma_kernel
+    kernels = *of_linears, experts_kernels.grouped_kernel
     return {
         "device": torch.cuda.get_device_name(device),
         "driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]
