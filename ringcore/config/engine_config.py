@@ -42,7 +42,10 @@ __all__ = ["EngineConfig"]
 # same in steps of 512 as in longer ones, and 512 take half a second with a small model: so long may a prompt that
 # arrives, and those that decode, wait for another's chunk.
 _DEFAULT_TOKEN_BUDGETS = 8192, 512
-_DEFAULT_STEPS_IN_FLIGHT = 2, 1
+# On a CPU a prompt that arrives waits for the steps in flight, and this long for another one matters to none. Longer
+# steps gain little: what the engine does between them takes half a millisecond.
+_SHORT_STEP_S = 0.025
+_WITH_PROCESSES = "multiproc", "ray"  # executors whose workers compute while the engine schedules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +118,15 @@ class EngineConfig:
     def on_device(self, device: str) -> EngineConfig:
         """Resolves the options whose None depends on the device, "cuda" or "cpu". The workers resolve device "auto"."""
         given, place = self.scheduler, 0 if device == "cuda" else 1
+        # Drafts are of tokens that the worker has: a step behind another would be scheduled for the most of them.
+        runs_ahead = not place or (self.parallel.executor in _WITH_PROCESSES and given.speculative is None)
+        is_short = place and runs_ahead and given.steps_in_flight is None
         scheduler = replace(
             given,
             max_num_batched_tokens=given.max_num_batched_tokens
             or max(_DEFAULT_TOKEN_BUDGETS[place], given.max_num_seqs),
-            steps_in_flight=given.steps_in_flight or _DEFAULT_STEPS_IN_FLIGHT[place],
+            steps_in_flight=given.steps_in_flight or (2 if runs_ahead else 1),
+            short_step_s=_SHORT_STEP_S if is_short else given.short_step_s,
         )
         return self if scheduler == given else replace(self, scheduler=scheduler)
 

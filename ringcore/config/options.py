@@ -144,8 +144,8 @@ class SchedulerConfig:
     max_logprobs: int = _option(20, "the most logprobs and prompt_logprobs a request may ask for; -1 is no bound")
     steps_in_flight: int | None = _option(
         None,
-        "1, or 2 to schedule a step before the tokens of the one before it are known; None means 2 on a GPU, 1 on a "
-        "CPU, where a new prompt would wait for a step more",
+        "1, or 2 to schedule a step before the tokens of the one before it are known; None means 2 on a GPU, and on a "
+        "CPU after steps that only decode and are so short that a new prompt may wait for one more",
     )
     structured_outputs_backend: Literal["auto", "llguidance", "xgrammar"] = _option(
         "auto", f"one of {', '.join(STRUCTURED_OUTPUTS_BACKENDS)}; auto is llguidance where it is installed"
@@ -159,6 +159,7 @@ class SchedulerConfig:
     )
     # resolved
     num_stages: int = 1  # `ParallelConfig.pipeline_parallel_size`
+    short_step_s: float | None = None  # a step is launched ahead only after decodes that take no longer; None: any
 
     @property
     def max_steps_in_flight(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -32,7 +33,8 @@ class StepsInFlight:
     clock: returns seconds.
 
     Invariant: `_steps` holds the steps submitted to the executor whose output was not applied yet, oldest first, and
-    never more than `config.max_steps_in_flight` of them.
+    never more than `config.max_steps_in_flight` of them. With `config.short_step_s` a step that would be more than one
+    a stage is launched only after one that decodes alone, as the last of these was no longer than that.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class StepsInFlight:
     ) -> None:
         self._scheduler, self._executor, self._supervisor = scheduler, executor, supervisor
         self._depth, self._clock = config.max_steps_in_flight, clock
+        self._num_stages, self._short_s = config.num_stages, config.short_step_s
+        self._decode_s = math.inf  # of the last step that decoded alone
         # With each when its scheduling began and ended, and when the workers had it.
         self._steps: deque[tuple[SchedulerOutput, RpcFuture, float, float, float]] = deque()
         self.times = StepTimes(clock)
@@ -66,7 +70,7 @@ class StepsInFlight:
 
         Raises `WorkersLost`; any other error is the scheduler's own and ends the engine.
         """
-        while len(self._steps) < self._depth and self._launch_next(max_steps):
+        while self._has_room() and self._launch_next(max_steps):
             continue
         if not self._steps:
             assert not self._scheduler.has_unfinished or self._scheduler.loading.in_flight, (
@@ -104,14 +108,25 @@ class StepsInFlight:
             observer.completed(record, columns)
         return columns
 
+    def _has_room(self) -> bool:
+        """Whether another step may be in flight."""
+        if len(self._steps) >= self._depth:
+            return False
+        if self._short_s is None or len(self._steps) < self._num_stages:
+            return True
+        newest, *_ = self._steps[-1]
+        return newest.num_scheduled_tokens is None and self._decode_s <= self._short_s
+
     def _count_completed(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput, scheduled_s: float, taken_s: float
     ) -> None:
         self.drafts.count(output)
-        if scheduled.max_gained is not None and scheduled.num_scheduled_tokens is None:  # all rows decode
-            seconds = taken_s - max(scheduled_s, self.last_completed_s or 0.0)  # an executor may run it in the launch
-            has_drafts = output.num_drafts is not None and bool(output.num_drafts.any())
-            self._margin.record(scheduled.num_tokens, len(output.token_ids), seconds, has_drafts)
+        if scheduled.num_scheduled_tokens is None:  # all rows decode
+            # An executor may run it in the launch.
+            self._decode_s = seconds = taken_s - max(scheduled_s, self.last_completed_s or 0.0)
+            if scheduled.max_gained is not None:
+                has_drafts = output.num_drafts is not None and bool(output.num_drafts.any())
+                self._margin.record(scheduled.num_tokens, len(output.token_ids), seconds, has_drafts)
         self.last_completed_s = taken_s
         if scheduled.rows is not None:
             self._num_rows = len(scheduled.rows)

@@ -148,11 +148,15 @@ def test_the_device_says_how_many_tokens_a_step_has(folder, device, num_tokens):
         _ = unknown.scheduler.token_budget
     known = unknown.on_device(device)
     assert known.scheduler.max_num_batched_tokens == known.scheduler.token_budget == num_tokens
-    assert known.scheduler.steps_in_flight == (2 if device == "cuda" else 1)
+    assert known.scheduler.steps_in_flight == 2
+    assert (known.scheduler.short_step_s is None) == (device == "cuda")
     assert known.scheduler.max_tokens_in_flight == known.scheduler.steps_in_flight * num_tokens
     assert known.on_device("cpu") == known
     given = make(folder, device=device, max_num_batched_tokens=100)
     assert given.scheduler.token_budget == given.on_device("cpu").scheduler.token_budget == 100
+    for option in ({"executor": "uniproc"}, {"speculative": {"method": "suffix"}}):
+        assert make(folder, device=device, **option).scheduler.steps_in_flight == (2 if device == "cuda" else 1)
+    assert make(folder, device=device, steps_in_flight=2).scheduler.short_step_s is None
     many = make(folder, device=device, max_num_seqs=10_000)
     assert many.scheduler.token_budget == 10_000
 

@@ -103,6 +103,34 @@ def test_as_many_steps_in_flight_as_configured(folder, depth):
     assert core.num_in_flight == depth - 1
 
 
+def test_on_a_cpu_a_step_is_launched_ahead_of_short_decodes_alone(folder):
+    config = make_config(folder, steps_in_flight=None, device="cpu", max_num_batched_tokens=4)
+    short_s = config.scheduler.short_step_s
+    now = [0.0]
+    core = EngineCore(config, MortalExecutor(config, holds=True), clock=lambda: now[0])
+
+    def in_flight_after(seconds):
+        """How many steps are in flight once the oldest has taken so long."""
+        now[0] += seconds
+        next(step for step in core._executor.steps if not step.done()).finish()
+        core.step(block=False)
+        core.step(block=False)
+        return core.num_in_flight
+
+    core.add_request(request("a", [5] * 7, max_tokens=30))
+    core.step(block=False)
+    assert in_flight_after(short_s / 2) == 1  # the second chunk of the prompt
+    assert in_flight_after(short_s / 2) == 1  # a decode of unknown length
+    assert in_flight_after(short_s / 2) == 2
+    core.add_request(request("b", [6] * 6, max_tokens=30))
+    assert in_flight_after(short_s / 2) == 2  # a chunk behind a short decode
+    assert in_flight_after(short_s / 2) == 1  # none behind a chunk
+    assert in_flight_after(short_s * 2) == 1
+    assert in_flight_after(short_s * 2) == 2  # chunks may be long
+    assert in_flight_after(short_s * 2) == 1  # a long decode
+    assert in_flight_after(short_s / 2) == 2
+
+
 def test_an_event_loop_can_tell_no_result_from_an_empty_one(folder):
     core = make_core(folder, steps_in_flight=1, max_num_batched_tokens=4)
     core.add_request(request("a", [5] * 8))
