@@ -54,11 +54,13 @@ def pending_weights(
     device: torch.device,
     allocate: Allocate | None = None,
     may_ignore: Callable[[str], bool] = is_dispensable,
+    kept: Allocate | None = None,
 ) -> Iterator[PendingWeights | PrefetchedWeights]:
     """The weights by name, each to be popped once. `seed` matters to dummy weights only.
 
     Without `allocate` each weight is allocated and read when it is popped, and the next one by a thread meanwhile: a
-    model that packs its weights as it pops them never holds all of them twice. With it, all weights share one
+    model that packs its weights as it pops them never holds all of them twice; those that are arranged in their own
+    memory stay, and have that of `kept` where given. With `allocate` all weights share one
     allocation and are prefetched by several threads from now on, and `pop` waits for the weight in question. Only this
     rank's slices are read. Raises `ModelLoadError`, here and not later, if a tensor is missing, has another shape than
     the model's, or has no place in the model and is none that it may ignore.
@@ -67,7 +69,7 @@ def pending_weights(
     with open_source(files, seed, wanted) as source:
         _check(weights, files, source, may_ignore)
         if allocate is None:
-            with PendingWeights(weights, source, device) as pending:
+            with PendingWeights(weights, source, device, kept) as pending:
                 yield pending
             return
         with PrefetchedWeights(weights, source, device, allocate) as prefetched:
@@ -95,9 +97,11 @@ class PendingWeights:
 
     final = None  # the caller owns a popped weight and may pack or free it
 
-    def __init__(self, weights: Sequence[Weight], source: TensorSource, device: torch.device) -> None:
+    def __init__(
+        self, weights: Sequence[Weight], source: TensorSource, device: torch.device, kept: Allocate | None
+    ) -> None:
         self._weights = {weight.name: weight for weight in weights}  # not popped
-        self._source, self._device = source, device
+        self._source, self._device, self._kept = source, device, kept
         self._ahead: dict[str, Future[torch.Tensor]] = {}  # at most one
         self._thread = ThreadPoolExecutor(1, "weights")
         self._is_inference = torch.is_inference_mode_enabled()  # thread-local
@@ -127,11 +131,15 @@ class PendingWeights:
             return self._read_now(weight)
 
     def _read_now(self, weight: Weight) -> torch.Tensor:
-        allocate = torch.empty if weight.is_filled else torch.zeros
-        tensor = allocate(weight.shape, dtype=weight.dtype, device=self._device)
+        arrangement = weight.arrangement_on(self._device)
+        if arrangement is not None and self._kept is not None:
+            tensor = self._kept(weight.nbytes).view(weight.dtype).view(weight.shape)
+        else:
+            tensor = torch.empty(weight.shape, dtype=weight.dtype, device=self._device)
+        if not weight.is_filled:
+            tensor.zero_()
         for part, out in weight.places(tensor):
             self._source.read(part, weight.init, out)
-        arrangement = weight.arrangement_on(self._device)
         if arrangement is not None:
             arrangement.arrange(tensor)
         return tensor

@@ -12,7 +12,7 @@ import pytest
 
 from ringcore.errors import CapacityError
 from ringcore.worker.memory import host_memory
-from ringcore.worker.memory.host_memory import HostVirtualMemory, HugePages, host_view
+from ringcore.worker.memory.host_memory import HostVirtualMemory, HugePageChunks, HugePages, host_view
 
 MIB = 1 << 20
 
@@ -132,3 +132,17 @@ class TestHugePages:
         assert pages.populate(4, MIB, lambda left: True)
         pages.give_back()
         assert len(pages.tensor) == 0
+
+
+def test_chunks_are_carved_into_tensors_that_do_not_meet():
+    chunks = HugePageChunks()
+    sizes = [1, 256, 1000, 70 * MIB, 0, 5]
+    tensors = [chunks.allocate(size) for size in sizes]
+    assert [len(tensor) for tensor in tensors] == sizes
+    assert all(tensor.data_ptr() % 256 == 0 for tensor in tensors if len(tensor))
+    assert not any(tensor.any() for tensor in tensors if len(tensor) < MIB)
+    for number, tensor in enumerate(tensors):
+        tensor[-3:] = number + 1
+        tensor[:3] = number + 1
+    assert [tensor[-1].item() for tensor in tensors if len(tensor)] == [1, 2, 3, 4, 6]
+    assert [tensor[0].item() for tensor in tensors if len(tensor)] == [1, 2, 3, 4, 6]

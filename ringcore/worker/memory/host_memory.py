@@ -19,12 +19,14 @@ from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.worker.memory.arena import VirtualMemory
 
-__all__ = ["HostVirtualMemory", "HugePages", "host_view"]
+__all__ = ["HostVirtualMemory", "HugePageChunks", "HugePages", "host_view"]
 
 _FIXED, _NORESERVE, _PROT_NONE = 0x10, 0x4000, 0  # of <sys/mman.h>, which Python's mmap does not name
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 _FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE_BYTES = 2 << 20
+_CHUNK_BYTES = 64 << 20  # addresses: pages are allocated on first write
+_CHUNK_ALIGNMENT = 256
 
 # Not Python's mmap: it has no MAP_FIXED, and holds the GIL while the kernel clears pages.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -131,6 +133,27 @@ class HugePages:
     def give_back(self) -> None:
         """Returns the pages to the host; the contents are lost."""
         _advise(self.tensor, mmap.MADV_DONTNEED)
+
+
+class HugePageChunks:
+    """Small, long-lived memory in huge pages: reading 4 KiB pages in a row is a fifth slower, or more. Thread-safe.
+
+    Chunks are carved from the front; each is freed with the last tensor in it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = torch.empty(0, dtype=torch.uint8)  # the rest of the newest chunk
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """-> uint8 [num_bytes] of zeros at a multiple of 256 bytes. Raises OSError where the process has no virtual
+        addresses left."""
+        size = -(-num_bytes // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
+        with self._lock:
+            if size > len(self._free):
+                self._free = HugePages(max(size, _CHUNK_BYTES)).tensor
+            taken, self._free = self._free[:num_bytes], self._free[size:]
+        return taken
 
 
 class _Population:

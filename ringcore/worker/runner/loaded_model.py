@@ -20,6 +20,7 @@ from ringcore.model_executor.loader import pending_weights, read_again
 from ringcore.model_executor.models import build_head, build_model
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.protocol.expert_placement import ExpertLoad
+from ringcore.worker.memory.host_memory import HugePageChunks
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.kernel_tiles import searched_tiles
 
@@ -105,8 +106,8 @@ class BuiltModel:
         is_packed = platform.device.type == "cpu" and not config.device.enable_sleep_mode
         reload_head = self._load_head(config, platform, is_packed)
         allocate = None if is_packed else partial(_allocate, platform, allocated)
-        files, seed = config.model.files, config.model.seed
-        with pending_weights(model.weights(), files, seed, platform.device, allocate, model.may_ignore) as tensors:
+        given = model.weights(), config.model.files, config.model.seed, platform.device
+        with pending_weights(*given, allocate, model.may_ignore, HugePageChunks().allocate) as tensors:
             final = tensors.final
             model.bind(tensors, updatable=final is not None)
         platform.synchronize()
