@@ -283,6 +283,19 @@ def test_the_user_environment_comes_first(user, cores, workers, ours):
 
 
 @pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", None),
+    ],
+)
+def test_the_heap_of_a_worker_on_a_cpu_is_in_huge_pages_unless_the_user_says_otherwise(given, ours):
+    user = {} if given is None else {"GLIBC_TUNABLES": given}
+    assert worker_host.heap_in_huge_pages(user).get("GLIBC_TUNABLES") == ours
+
+
+@pytest.mark.parametrize(
     ("shown", "device_ids", "visible"), [(None, [2, 0], "2,0"), ("4,5,GPU-9", [2, 0], "GPU-9,4"), ("", [], "")]
 )
 def test_the_gpus_of_the_workers(shown, device_ids, visible):
