@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringcore.kernels.native.attention_kernels import AttentionStep, PageShape, attention_kernel, split_items
+from ringcore.kernels.native.attention_kernels import AttentionStep, PageShape, attention_kernel, decode_items, split_items
 from ringcore.kernels.native.row_kernels import row_kernels
 from ringcore.model_executor import ops
 
@@ -145,6 +145,24 @@ def test_a_window_is_read_from_its_first_span():
     items, num_partials, _ = split_items(shape, np.array([0, 1]), np.array([5000]))
     assert items.tolist() == [[0, 0, 1, 19, 20, -1]]
     assert num_partials == 0
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (300, 0), (0, 512)])
+def test_items_of_decodes_are_those_of_any_step(window, chunk):
+    shape = PageShape(16, 64, 64, 6, 2, 1, window, chunk, torch.float32)
+    generator = np.random.default_rng(0)
+    for n in (1, 2, 17):
+        starts = np.arange(n + 1, dtype=np.int32)
+        for _ in range(20):
+            lens = generator.integers(1, 1025, n).astype(np.int32)
+            items, num_partials, num_operations = decode_items(shape, starts, lens)
+            assert items.flags.c_contiguous
+            assert items.dtype == np.int32
+            expected, *numbers = split_items(shape, starts, lens)
+            assert items.tolist() == expected.tolist()
+            assert [num_partials, num_operations] == numbers
+    assert decode_items(shape, np.array([0, 2]), np.array([5])) is None
+    assert decode_items(shape, np.array([0, 1]), np.array([1025])) is None
 
 
 def test_rotation_in_a_layer_is_the_complex_product():

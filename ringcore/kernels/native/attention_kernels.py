@@ -14,7 +14,7 @@ import torch
 from ringcore.kernels.native.compiled import NoLibrary, load_compiled
 from ringcore.kernels.native.threads import KINDS, RUN_ARGUMENTS, check, how_to_run
 
-__all__ = ["AttentionKernel", "AttentionStep", "PageShape", "attention_kernel", "split_items"]
+__all__ = ["AttentionKernel", "AttentionStep", "PageShape", "attention_kernel", "decode_items", "split_items"]
 
 _log = logging.getLogger(__name__)
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -68,7 +68,7 @@ class AttentionStep:
     ) -> None:
         """starts: [num_seqs + 1] int32, lens: [num_seqs] int32, table: [num_seqs, blocks] int32, slots: [num_tokens]
         int64."""
-        items, num_partials, num_operations = split_items(shape, starts, lens)
+        items, num_partials, num_operations = decode_items(shape, starts, lens) or split_items(shape, starts, lens)
         starts, lens, table = (np.ascontiguousarray(each, np.int32) for each in (starts, lens, table))
         self._arrays = starts, lens, table, items, slots  # which the structure points to
         self.layout = _Layout(*shape[:6], 0, shape.window, shape.chunk, KINDS[shape.dtype])
@@ -89,6 +89,23 @@ class AttentionStep:
         step.layout.num_blocks = self.layout.num_blocks
         self._followed = step
         self._at.value = ctypes.addressof(step._step)
+
+
+def decode_items(shape: PageShape, starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, int, int] | None:
+    """`split_items` of sequences with a token each and contexts that are not split; None for others."""
+    n = len(lens)
+    if not n or (np.diff(starts) != 1).any() or lens.max() > _SPLIT_SPANS * _SPAN:
+        return None
+    items = np.zeros((n, 6), np.int32)
+    items[:, 0] = np.arange(n)
+    items[:, 2], items[:, 5] = 1, -1
+    items[:, 4] = ends = (lens + (_SPAN - 1)) // _SPAN
+    if shape.window or shape.chunk:
+        items[:, 3] = shape.first_seen(lens.astype(np.int64) - 1) // _SPAN
+    num_spans = ends - items[:, 3]
+    if n > 1:
+        items = items[np.argsort(-num_spans, kind="stable")]
+    return items, 0, int(num_spans.sum()) * _SPAN * shape.num_heads * (shape.head_size + shape.value_size)
 
 
 def split_items(shape: PageShape, starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, int, int]:

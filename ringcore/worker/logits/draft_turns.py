@@ -43,6 +43,9 @@ class DraftTurns:
     def append(self, token_ids: np.ndarray) -> None:
         """Appends this turn's tokens [m] int32 to the rows, and counts accepted drafts as computed."""
         rows, all_rows = self.rows, self._all_rows
+        if self._drafts is None:
+            all_rows.append_tokens(rows, token_ids)
+            return
         accepted = self._left[self._going] > 0
         if accepted.any():
             drafts = all_rows.token_ids[rows[accepted], all_rows.num_tokens[rows[accepted]]]
@@ -54,6 +57,9 @@ class DraftTurns:
     def end(self, token_ids: np.ndarray, logprobs: list[TokenLogprobs | None] | None) -> None:
         """Ends the turn, of which these [m] are the tokens; the next one is of the rows whose draft was accepted."""
         self._turns.append((self._going, token_ids, logprobs))
+        if self._drafts is None:
+            self._going = self._going[:0]
+            return
         self._going = self._going[self._accepted]
         self._left[self._going] -= 1
         self._places[self._going] += 1

@@ -21,8 +21,8 @@ from ringcore.worker.rows.block_table import AppendedBlocks, BlockTable
 
 __all__ = ["UNKNOWN_TOKEN", "AppendedBlocks", "RequestRows", "RowListener"]
 
-
 UNKNOWN_TOKEN = -1
+_NO_INDEX = np.zeros(0, dtype=np.int64)
 
 
 class RowListener(Protocol):
@@ -164,6 +164,8 @@ class RequestRows:
 
     def _masked_stop_tokens(self, rows: np.ndarray, min_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The stop tokens to mask, of rows that have not generated min_tokens yet: (index into `rows`, token id)."""
+        if not min_tokens.any():
+            return _NO_INDEX, _NO_INDEX
         num_generated = self.num_tokens[rows] - self.num_prompt_tokens[rows]
         early = np.flatnonzero(num_generated < min_tokens)
         counts = self.num_stop_token_ids[rows[early]]
