@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from ringcore.kernels.native.attention_kernels import AttentionStep, PageShape, attention_kernel, decode_items, split_items
+from ringcore.kernels.native.attention_kernels import (
+    AttentionStep,
+    PageShape,
+    attention_kernel,
+    decode_items,
+    split_items,
+)
 from ringcore.kernels.native.row_kernels import row_kernels
 from ringcore.model_executor import ops
 
