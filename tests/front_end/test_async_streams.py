@@ -147,7 +147,8 @@ def test_a_reader_that_goes_away_ends_its_request_at_once(engine, way):
             await stream.aclose()
         else:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(anext(stream), 0.001)
+                while True:  # a reader that was held up finds a token
+                    await asyncio.wait_for(anext(stream), 0.001)
         assert engine.num_unfinished == 0  # here at once, in the engine within a step
         await stats_when_idle(engine)
         assert engine.stats.step - step < 90  # of 100, or 200: some were in flight, and the machine may be busy
