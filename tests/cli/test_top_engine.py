@@ -101,12 +101,14 @@ def test_the_reader_of_an_aborted_request_is_told(folder):
 
 def test_pause_and_resume(engine, source):
     assert source.act(Action("pause", ("new",))) is None
-    assert source.sample().engine.health.paused == "new"
-    add(engine, "waits")
-    wait_until(lambda: source.sample().engine.requests.num_by_state["waiting"] == 1)
-    source.act(Action("abort", (["waits"],)))
-    assert end_of(engine, "waits").finish_reason == "abort"
-    source.act(Action("resume"))
+    try:
+        assert source.sample().engine.health.paused == "new"
+        add(engine, "waits")
+        wait_until(lambda: source.sample().engine.requests.num_by_state["waiting"] == 1)
+        source.act(Action("abort", (["waits"],)))
+        assert end_of(engine, "waits").finish_reason == "abort"
+    finally:
+        source.act(Action("resume"))
     assert source.sample().engine.health.paused is None
 
 

@@ -231,11 +231,13 @@ def test_calls(engine, folder):
         assert (await engine.health(timeout=WAIT_S)).state == "ready"
         assert engine.stats.num_running == 0
         await engine.pause("all")
-        held = asyncio.ensure_future(last_of(engine.generate("held")))
-        await asyncio.sleep(0.1)
-        assert not held.done()
-        assert engine.num_unfinished == 1
-        await engine.resume()
+        try:
+            held = asyncio.ensure_future(last_of(engine.generate("held")))
+            await asyncio.sleep(0.1)
+            assert not held.done()
+            assert engine.num_unfinished == 1
+        finally:
+            await engine.resume()
         assert (await held).outputs[0].text == text_of("held", 16)
         assert await engine.reset_prefix_cache() is True
 

@@ -208,9 +208,11 @@ def test_an_unknown_method_of_the_engine_names_the_known(shared):
 
 def test_a_pause_is_the_engines(shared):
     shared.pause("all")
-    shared.add_requests([request("paused", [5, 6], max_tokens=3)])
-    assert shared.get_outputs(0.05).outputs == []
-    shared.resume()
+    try:
+        shared.add_requests([request("paused", [5, 6], max_tokens=3)])
+        assert shared.get_outputs(0.05).outputs == []
+    finally:
+        shared.resume()
     assert tokens(collect(shared, ["paused"]), "paused") == expected([5, 6], 3)
     with pytest.raises(InvalidRequestError, match="give 'new' or 'all'"):
         shared.pause("now")
