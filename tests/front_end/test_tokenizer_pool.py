@@ -56,7 +56,11 @@ def make_pool():
 
     def make(folder, **options) -> TokenizerPool:
         config = EngineConfig.from_options(
-            model=folder, load_format="dummy", executor=FakeMultiproc, max_model_len=128, **options
+            model=folder,
+            load_format="dummy",
+            executor=FakeMultiproc,
+            max_model_len=128,
+            **{"tokenizer_timeout_s": WAIT_S} | options,
         )
         pool = TokenizerPool(config, Tracer())
         made.append(pool)
@@ -129,7 +133,7 @@ def test_the_processes_are_bounded_and_know_no_torch(folder, make_pool):
 
 
 def test_a_template_that_loops_is_refused_in_time_and_holds_nobody_up(folder, make_pool):
-    pool = make_pool(folder, tokenizer_timeout_s=WAIT_S)
+    pool = make_pool(folder)
     answer(pool, HI)
     looping = pool.submit(chat("loop"))
     for _ in range(3):
