@@ -39,7 +39,7 @@ from ringcore.errors import (
 from ringcore.front_end.client import EngineCoreClient
 from ringcore.protocol.requests import EngineCoreRequest
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,14 @@ def kill(engines, number):
     os.kill(streams_of(engines, number).client.ready.pids["engine"], signal.SIGKILL)
 
 
+async def killed(engines, number, folder) -> None:
+    """Until it is known; no engine becomes ready before."""
+    (holds := Path(folder, "holds")).touch()
+    kill(engines, number)
+    await eventually(lambda: not engines.replica(number).is_open)
+    holds.unlink()
+
+
 def read(engines):
     families = text_string_to_metric_families(generate_latest(engines.metrics("m")).decode())
     names = [(family.name, sample) for family in families for sample in family.samples]
@@ -228,8 +236,7 @@ def test_a_restart_under_load_loses_nothing(folder):
 
             # A replica that was lost comes back.
             for _ in range(2):
-                kill(engines, 0)
-                await eventually(lambda: not engines.replica(0).is_open)
+                await killed(engines, 0, folder)
                 with suppress(EngineDeadError):
                     await engines.replica(0).wait_open()
             assert engines._ends.has(0)
@@ -264,8 +271,7 @@ def test_a_replica_that_does_not_serve_gets_nothing(folder):
             assert await ended_well(waiting, folder)
 
             await engines.reload_weights(str(Path(folder, "5")))
-            kill(engines, 0)
-            await eventually(lambda: not engines.replica(0).is_open)
+            await killed(engines, 0, folder)
             await engines.replica(0).wait_open()
             for i in range(4):
                 assert (await generate(engines, [i])).token_ids == expected([i], 8, weights=5)
