@@ -57,7 +57,7 @@ class EchoWorker:
 
 METHODS = PublicMethods(EngineCore, lambda: rpc_methods(EchoWorker()))
 ANY_PORT = "tcp://127.0.0.1:0"
-WAIT_S = 30.0
+WAIT_S = 90.0
 SILENCE_S = 0.3  # in which nothing may come
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -10,6 +10,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ EOS = 256
 RAISES, KILLS, ROW_FAILS, SLOW, KILLS_ONCE = 290, 291, 292, 293, 294
 SLOW_STEP_S = 0.05
 CHECKPOINT = 0
+_HURRIES = "hurries"  # while a file of this name is in the model's folder, the worker waits for nothing
 
 
 def next_token(tokens: list[int], weights: int = 0) -> int:
@@ -46,6 +49,17 @@ def expected(prompt: list[int], num_tokens: int, weights: int = 0) -> list[int]:
     for _ in range(num_tokens):
         tokens.append(next_token(tokens, weights))
     return tokens[len(prompt) :]
+
+
+@contextmanager
+def hurried(folder: str) -> Iterator[None]:
+    """Meanwhile the engines of this model's folder have no slow steps, and naps end: what a test had to find running
+    costs no more than was looked at."""
+    (file := Path(folder) / _HURRIES).touch()
+    try:
+        yield
+    finally:
+        file.unlink()
 
 
 class FakeWorker(TracedWorker):
@@ -142,7 +156,7 @@ class FakeWorker(TracedWorker):
         if KILLS in tokens:
             os.kill(os.getpid(), signal.SIGKILL)
         if SLOW in tokens:
-            time.sleep(SLOW_STEP_S)
+            self.nap(SLOW_STEP_S)
         if KILLS_ONCE in tokens and len(tokens) >= tokens.index(KILLS_ONCE) + 4:
             mark = Path(self.config.model.model) / "has_killed"
             if not mark.exists():
@@ -264,7 +278,11 @@ class FakeWorker(TracedWorker):
 
     @rpc
     def nap(self, seconds: float) -> None:
-        time.sleep(seconds)
+        """Until `hurried` ends it."""
+        until = time.monotonic() + seconds
+        hurries = Path(self.config.model.model) / _HURRIES
+        while (left_s := until - time.monotonic()) > 0 and not hurries.exists():
+            time.sleep(min(left_s, 0.01))
 
     @rpc
     def fail(self) -> None:

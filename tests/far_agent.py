@@ -12,7 +12,7 @@ from pathlib import Path
 __all__ = ["Agent", "with_path"]
 
 COMMAND = [sys.executable, "-m", "ringcore.cli"]
-BOUND_S = 20.0
+BOUND_S = 60.0
 
 
 def with_path(*folders: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ class Unhurried(FakeExecutor):
 
 
 class Slow(FakeExecutor):
-    """A step takes 5 s."""
+    """A step takes a minute."""
 
     def __init__(self, config) -> None:
-        super().__init__(config, cost=StepCost(base_s=5.0))
+        super().__init__(config, cost=StepCost(base_s=60.0))

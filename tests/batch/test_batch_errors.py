@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from batch_command import FAKE, INSTANT, PACED, ends, plain_lines, read_results, start, write_lines
+from batch_command import FAKE, INSTANT, ends, plain_lines, read_results, start, write_lines
 from fake_engine import KILLS, KILLS_ONCE, FakeMultiproc, FakeUniproc, expected, make_model_folder
 
 from ringcore import batch
@@ -212,7 +212,7 @@ def test_a_death_ends_the_wait_for_lines(monkeypatch):
 
         replica = Replica({}, batch.BatchOptions(), Figures(), deliver)
         await replica.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await replica.run(take, DiesOnce())
         assert (replica.num_in_flight, replica.num_restarts) == (0, 1)
 
@@ -314,23 +314,23 @@ def test_what_may_not_change_when_a_job_is_resumed(folder, tmp_path):
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long_form)]
 )
 def test_a_signal_lets_what_is_in_flight_finish(folder, tmp_path, number, code):
-    source, out = write_lines(tmp_path / "in.jsonl", plain_lines(100)), tmp_path / "out.jsonl"
+    source, out = write_lines(tmp_path / "in.jsonl", plain_lines(400)), tmp_path / "out.jsonl"
     status = tmp_path / "status.json"
-    flags = ["--model", folder, *FAKE, *PACED, "--max-in-flight", "4", "--status", status]
-    process = start(source, out, *flags)
+    flags = ["--model", folder, *FAKE, "--max-in-flight", "4", "--status", status]
+    process = start(source, out, *flags, "--executor", "batch_executors:Unhurried")  # all would take 18 s
     while not out.exists() or out.stat().st_size < 2000:
         time.sleep(0.005)
     process.send_signal(number)
     found, err = ends(process)
     assert found == code
     results = read_results(out.read_bytes())
-    assert 10 < len(results) < 100
-    assert f"{len(results)} of 100 requests done, 0 of them failed; {100 - len(results)} are left for --resume" in err
+    assert 10 < len(results) < 400
+    assert f"{len(results)} of 400 requests done, 0 of them failed; {400 - len(results)} are left for --resume" in err
     told = json.loads(status.read_text())
     assert (told["state"], told["num_done"], told["num_in_flight"]) == ("stopped", len(results), 0)
     assert not any(one["finish_reason"] == "abort" for result in results for one in result["outputs"])
-    assert ends(start(source, out, *flags, "--resume"))[0] == 0
-    assert len({result["custom_id"] for result in read_results(out.read_bytes())}) == 100
+    assert ends(start(source, out, *flags, *INSTANT, "--resume"))[0] == 0
+    assert len({result["custom_id"] for result in read_results(out.read_bytes())}) == 400
     assert json.loads(status.read_text())["state"] == "complete"
 
 
@@ -347,7 +347,7 @@ def test_a_second_signal_ends_it_at_once(folder, tmp_path):
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert ends(process)[0] == 130
-    assert time.monotonic() - begun < 2.0  # a step takes 5 s
+    assert time.monotonic() - begun < 30  # a step takes a minute
 
 
 def test_a_disk_that_is_full_ends_the_job(folder, tmp_path):

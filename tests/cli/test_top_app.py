@@ -246,7 +246,7 @@ def test_it_follows_an_engine_until_it_quits():
         async with app.run_test(size=SIZE) as pilot:
             await until(pilot, lambda: len(source.samples) == 1 and "chatcmpl-00026aac#20" in app._ids)
             await pilot.press("q")
-        for _ in range(200):
+        for _ in range(6000):
             await asyncio.sleep(0.01)
             if source.is_closed:
                 return

@@ -142,7 +142,7 @@ def test_one_trace_at_a_time(serving, keys):
         assert len(client.call_engine("stop_trace")) > 100
         client.call_engine("start_trace", (0.001,))
         time.sleep(0.002)
-        client.call_engine("start_trace", (1.0,))  # the one before is over
+        client.call_engine("start_trace", (30.0,))  # the one before is over
         client.call_engine("stop_trace")
 
 

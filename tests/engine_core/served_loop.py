@@ -21,7 +21,7 @@ from ringcore.protocol.messages import EngineHealth, EngineReady, EngineRecoveri
 from ringcore.protocol.output_reader import output_columns
 from ringcore.protocol.requests import EngineCoreOutput, EngineStats, OutputColumns, WireError
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 IDLE_S = 0.05
 
 

@@ -20,7 +20,7 @@ from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import AbortRequests, AddRequests, EngineDead, RpcCall, RpcResult, Shutdown
 from ringcore.protocol.requests import WireError
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 LIMITS = FrameLimits(message_bytes=1000, buffer_bytes=10_000, num_buffers=2)
 
 

@@ -23,7 +23,7 @@ from ringcore.executor.status_board import create_board
 from ringcore.protocol.codec import encoder
 from ringcore.protocol.messages import EngineDead, EngineReady, Shutdown
 
-WAIT_S = 20.0
+WAIT_S = 90.0
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import time
 
 from process_stat import is_alive
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 
 
 def is_gone(pid: int) -> bool:

@@ -20,6 +20,7 @@ from process_checks import BOUND_S, is_gone
 
 from ringcore.config.admin_keys import create_keys
 from ringcore.errors import EngineDeadError, ModelLoadError, WorkerError
+from ringcore.executor.far import port
 from ringcore.executor.far.several_hosts import free_port
 
 
@@ -89,7 +90,7 @@ def test_a_far_workers_death_names_its_host_and_it_is_replaced(tmp_path):
         began = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"'worker 1 on b'.*SIGKILL") as caught:
             executor.execute_model(step(1, fake_worker.KILLS_RANK_1_RAISES_ON_0)).result(BOUND_S)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 0.5 * BOUND_S
         details = caught.value.details
         assert (details["rank"], details["signal"], details["host"]) == (1, "SIGKILL", "b")
         executor.restart()
@@ -110,7 +111,7 @@ def test_a_dead_agent_ends_the_calls_and_another_may_take_its_place(tmp_path):
         began = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"the host 'b' .* with rank 1 is lost") as caught:
             slow.result(BOUND_S)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 0.5 * BOUND_S
         assert caught.value.details["host"] == "b"
         hosts.join("b")
         executor.restart()
@@ -141,7 +142,7 @@ def test_an_engine_that_is_gone_frees_the_host(tmp_path, end):
             engine.send_signal(end)
             began = time.monotonic()
             while not all(map(is_gone, pids)):
-                assert time.monotonic() - began < 4.0
+                assert time.monotonic() - began < BOUND_S
                 time.sleep(0.02)
             code, said = agent.wait()
             assert (code, "no engine at" in said) == (1, True), said
@@ -203,7 +204,8 @@ def test_a_host_that_is_cut_off_is_named_in_two_seconds_and_may_come_back(tmp_pa
             began = time.monotonic()
             with pytest.raises(EngineDeadError, match=r"the host 'b' \(198.18.77.2\) with rank 1 is lost") as caught:
                 slow.result(BOUND_S)
-            assert time.monotonic() - began < 2.0
+            assert port._HEARTBEAT_MS + port._HEARTBEAT_TIMEOUT_MS < 2000
+            assert time.monotonic() - began < 0.5 * BOUND_S  # of which a busy machine may take the rest
             assert caught.value.details["host"] == "b"
             wire.mend()
             made.executor.restart()  # the same agent has joined again

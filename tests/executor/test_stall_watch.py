@@ -172,10 +172,12 @@ def test_no_step_timeout_means_never():
 
 @pytest.mark.parametrize("asks", ["waits", "polls"])
 def test_a_hung_step_is_killed_and_named(asks, caplog):
-    with running(2, step_timeout_s=2.0) as executor, caplog.at_level(logging.ERROR, LOGGER):
+    with running(2) as executor, caplog.at_level(logging.ERROR, LOGGER):
         pids = executor.pids()
         assert executor.execute_model(step(41)).result(BOUND_S).step == 41
         stuck, behind = executor.execute_model(step(42, fake_worker.HANGS)), executor.execute_model(step(43))
+        wait_until(lambda: all("_hang_in_here" in child.python_stacks() for child in executor._group.children))
+        limited(executor, 0.2)
         while asks == "polls" and not stuck.done():
             assert select.select(executor.wait_fds(), [], [], BOUND_S)[0]
         errors = []
@@ -192,12 +194,22 @@ def test_a_hung_step_is_killed_and_named(asks, caplog):
     assert caplog.text.count("_hang_in_here") == 2
 
 
+def limited(executor, step_timeout_s: float) -> None:
+    """A limit that begins to hold now: a machine may be slow at what came before."""
+    executor._watch._step_timeout_s, executor._watch._period_s = step_timeout_s, 0.05
+    executor._watch.wake()
+
+
 def test_a_stopped_worker_hangs_its_step():
-    with running(2, step_timeout_s=0.3) as executor:
-        wait_until(lambda: executor.health()[0].method is None)  # it replies before it is idle
+    with running(2) as executor:
+        wait_until(lambda: all(one.method is None for one in executor.health()))  # it replies before it is idle
+        before = executor.health()[1].num_calls
         os.kill(executor.pids()["worker 0"], signal.SIGSTOP)
+        future = executor.execute_model(step(7))
+        wait_until(lambda: executor.health()[1].num_calls > before)
+        limited(executor, 0.2)
         with pytest.raises(EngineDeadError, match=r"step 7 hung: rank 0 did not .*was idle, stopped"):
-            executor.execute_model(step(7)).result(BOUND_S)
+            future.result(BOUND_S)
 
 
 def test_a_hung_step_is_killed_while_nobody_asks():

@@ -129,7 +129,7 @@ def test_who_loses_the_core_twice_in_a_row_sleeps_at_once_for_a_while():
     budget, taken_s = SpinBudget(200e-6), 0.004
 
     def lose_core(until: float) -> bool:
-        time.sleep(until + taken_s - time.monotonic())
+        time.sleep(max(0.0, until + taken_s - time.monotonic()))
         return True
 
     assert budget.spin(lose_core)

@@ -22,7 +22,9 @@ from fake_engine import (
     BrokenMultiproc,
     FakeMultiproc,
     FakeUniproc,
+    FragileMultiproc,
     expected,
+    hurried,
     make_model_folder,
 )
 from process_stat import is_alive
@@ -62,7 +64,7 @@ def test_a_death_is_told_to_every_stream(folder):
     async def scenario():
         async with AsyncEngine(folder, **OPTIONS) as engine:
             tasks = await started(engine, 20)
-            calls = [asyncio.ensure_future(engine.collective_rpc("nap", (5.0,)))]
+            calls = [asyncio.ensure_future(engine.collective_rpc("nap", (WAIT_S,)))]
             await asyncio.sleep(0.05)
             os.kill(engine.ready.pids["engine"], signal.SIGKILL)
             results = await asyncio.gather(*tasks, *calls, return_exceptions=True)
@@ -148,17 +150,18 @@ def test_closing_aborts_what_runs(folder):
 def test_closing_drains(folder):
     async def scenario():
         engine = AsyncEngine(folder, **OPTIONS)
-        tasks = await started(engine, 3, max_tokens=40)
-        unread = engine.generate([SLOW, 9], SamplingParams(max_tokens=40))
+        tasks = await started(engine, 3, max_tokens=120)
+        unread = engine.generate([SLOW, 9], SamplingParams(max_tokens=120))
         await anext(unread)
         closing = [asyncio.ensure_future(engine.close(timeout)) for timeout in (None, WAIT_S)]
         await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError, match="closed"):
             await anext(engine.generate("too late"))
         assert engine.num_unfinished == 4
-        await asyncio.gather(*closing)
+        with hurried(folder):
+            await asyncio.gather(*closing)
         assert [o.outputs[0].finish_reason for o in await asyncio.gather(*tasks)] == ["length"] * 3
-        assert (await last_of(unread)).outputs[0].token_ids == expected([SLOW, 9], 40)
+        assert (await last_of(unread)).outputs[0].token_ids == expected([SLOW, 9], 120)
 
     run(scenario())
 
@@ -183,7 +186,8 @@ def test_closing_while_it_starts(folder):
     num_threads = threading.active_count()
 
     async def scenario():
-        engine = AsyncEngine(folder, **OPTIONS)
+        Path(folder, "holds").touch()
+        engine = AsyncEngine(folder, **(OPTIONS | {"executor": FragileMultiproc}))
         starting = asyncio.ensure_future(engine.start())
         await asyncio.sleep(0.01)
         await engine.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from admin_peers import WAIT_S, local_name, needs_root, wait_until
-from fake_engine import make_model_folder
+from fake_engine import hurried, make_model_folder
 
 from ringcore import AdminClient, EngineConfig, SamplingParams
 from ringcore.engine_core.admin.listener import ADMIN_LIMITS
@@ -199,14 +199,15 @@ def test_threads_and_clients_at_once(pids):
     assert sorted(answers) == [(number, f"0:{number}") for number in range(16)]
 
 
-def test_a_read_only_call_is_answered_while_a_step_or_call_runs(engines, pids):
+def test_a_read_only_call_is_answered_while_a_step_or_call_runs(engines, pids, folders):
     with AdminClient.local(pids[0]) as admin, AdminClient.local(pids[0]) as other:
-        thread = threading.Thread(target=lambda: admin.collective_rpc("nap", [0.5]))
+        thread = threading.Thread(target=lambda: admin.collective_rpc("nap", [WAIT_S]))
         thread.start()
         wait_until(lambda: other.health().ranks[0].method == "nap")
         assert other.collective_rpc("stats", unique_reply_rank=0)["rank"] == 0
         assert thread.is_alive()
-        thread.join(WAIT_S)
+        with hurried(folders[0]):
+            thread.join(WAIT_S)
 
 
 def test_an_engine_that_never_polls_still_answers(engines, pids):

@@ -36,7 +36,6 @@ from ringcore.protocol.requests import EngineCoreRequest
 
 TESTS = Path(__file__).parents[1]
 OPTIONS = {"executor": "fake_engine:FakeUniproc", "load_format": "dummy", "max_model_len": 64}
-DIES_S = 2.0  # after the end of its owner
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +79,8 @@ def tokens(client, prompt) -> list[int]:
     return [token for output in found for token in output.new_token_ids]
 
 
-def are_gone(pids, within_s=DIES_S) -> bool:
-    deadline = time.monotonic() + within_s
+def are_gone(pids) -> bool:
+    deadline = time.monotonic() + WAIT_S
     while any(map(is_alive, pids)):
         if time.monotonic() > deadline:
             return False

@@ -56,7 +56,11 @@ def make_pool():
 
     def make(folder, **options) -> TokenizerPool:
         config = EngineConfig.from_options(
-            model=folder, load_format="dummy", executor=FakeMultiproc, max_model_len=128, **options
+            model=folder,
+            load_format="dummy",
+            executor=FakeMultiproc,
+            max_model_len=128,
+            **{"tokenizer_timeout_s": WAIT_S} | options,
         )
         pool = TokenizerPool(config, Tracer())
         made.append(pool)
@@ -129,13 +133,15 @@ def test_the_processes_are_bounded_and_know_no_torch(folder, make_pool):
 
 
 def test_a_template_that_loops_is_refused_in_time_and_holds_nobody_up(folder, make_pool):
-    pool = make_pool(folder, tokenizer_timeout_s=4.0)
+    pool = make_pool(folder)
     answer(pool, HI)
     looping = pool.submit(chat("loop"))
     for _ in range(3):
         assert answer(pool, chat("hello")).token_ids == list(b"hello")
         assert not looping.done()
-    with pytest.raises(InvalidRequestError, match=r"messages: .* longer than 4 s for it; .*tokenizer_timeout_s"):
+    (lane,) = pool._detached
+    lane._timeout_s = 0.5  # which it has had
+    with pytest.raises(InvalidRequestError, match=r"messages: .* longer than 0\.5 s for it; .*tokenizer_timeout_s"):
         looping.result(WAIT_S)
     until(lambda: not pool._detached)
     assert answer(pool, HI) == Encoded([104, 105], [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from reference import Entry
 
 from ringcore.protocol.requests import EngineCoreOutput
@@ -40,3 +41,16 @@ def assert_near(
     rest = [f"{name} {value:.5f}" for name, value in found.items()]
     largest = [str(error) for error in sorted(errors, reverse=True)[:8]]
     assert not above, "\n".join([*above, f"of {len(errors)} errors: {', '.join(rest)}; the largest:", *largest])
+
+
+def logprob_errors(
+    outputs: list[list[EngineCoreOutput]], expected: list[list[EngineCoreOutput]]
+) -> npt.NDArray[np.float64]:
+    """How far apart the log-probabilities are of the tokens that both chose, up to the first other one of each row."""
+    found = []
+    for got, wanted in zip(outputs, expected, strict=True):
+        for one, other in zip(got, wanted, strict=True):
+            if one.new_token_ids != other.new_token_ids:
+                break
+            found.append(abs(one.logprobs[0].logprobs[0] - other.logprobs[0].logprobs[0]))
+    return np.array(found)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from engine import generate, make_core
+from near import logprob_errors
+from tiny_llama import save_tiny_llama
 
 from ringcore import SamplingParams
 from ringcore.attention.backends.triton import TritonBackend
@@ -33,38 +34,13 @@ OPTIONS: dict[str, Any] = {"executor": "uniproc", "max_model_len": 1024, "kv_cac
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    folder = str(tmp_path_factory.mktemp("llama"))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_tiny_llama(str(tmp_path_factory.mktemp("llama")), num_layers=3, num_heads=16, num_kv_heads=8)
 
 
 @pytest.fixture(scope="module")
 def on_a_cpu(model):
     with make_core(model, **OPTIONS, device="cpu", dtype="float32") as core:
         return generate(core, PROMPTS, GREEDY)
-
-
-def errors(outputs, expected) -> np.ndarray:
-    """Of the log-probabilities of the tokens that both chose, up to the first other one."""
-    found = []
-    for got, wanted in zip(outputs, expected, strict=True):
-        for one, other in zip(got, wanted, strict=True):
-            if one.new_token_ids != other.new_token_ids:
-                break
-            found.append(abs(one.logprobs[0].logprobs[0] - other.logprobs[0].logprobs[0]))
-    return np.array(found)
 
 
 @pytest.fixture
@@ -98,13 +74,13 @@ def num_shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_as_near_as_rows_that_read_their_own(model, on_a_cpu, options, dtype, num_shared, monkeypatch):
     settings = {**OPTIONS, "device": "cuda", "dtype": dtype, **options}
     with make_core(model, **settings) as core:
-        together = [errors(generate(core, PROMPTS, GREEDY), on_a_cpu) for _ in range(2)]
+        together = [logprob_errors(generate(core, PROMPTS, GREEDY), on_a_cpu) for _ in range(2)]
         assert core.stats().num_prefix_hit_tokens
     if "enforce_eager" in options:
         assert max(num_shared) > 0.75 * NUM_ROWS, "both groups were to be read together"
     monkeypatch.setattr(PrefixTiling, "choose", lambda *_: None)
     with make_core(model, **settings) as core:
-        apart = errors(generate(core, PROMPTS, GREEDY), on_a_cpu)
+        apart = logprob_errors(generate(core, PROMPTS, GREEDY), on_a_cpu)
     for found in together:
         assert len(found) > 0.8 * len(apart)
         assert found.mean() < 1.3 * apart.mean() + 1e-4

@@ -6,11 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
 
 import httpx
-from fake_engine import FakeMultiproc, expected
+from fake_engine import FakeMultiproc, expected, hurried
 
 from ringcore import AsyncEngine
 from ringcore.cli.serve import bind
@@ -79,6 +80,10 @@ class RunningService:
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
+
+    def hurried(self) -> AbstractContextManager[None]:
+        """See `fake_engine.hurried`."""
+        return hurried(self._folder)
 
     def num_tasks(self) -> int:
         async def count() -> int:

@@ -17,6 +17,9 @@ import pytest
 from fake_engine import KILLS_ONCE, SLOW, make_model_folder
 from running_service import DEADLINE_S, RunningService, eventually, http, served, text_of
 
+from ringcore.openai_api.served_model import unix_seconds
+from ringcore.serve.batches import queue
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -169,12 +172,15 @@ def test_a_batch_that_is_cancelled_keeps_what_is_done(client):
     assert client.batches.cancel(running).status == "cancelled"
 
 
-def test_a_batch_expires_at_the_end_of_its_window(client):
-    running = create(client, slow_lines(60), completion_window="2s")
-    waiting = create(client, [line("a"), "{no json"], completion_window="1s")
+def test_a_batch_expires_at_the_end_of_its_window(client, monkeypatch):
+    """By a clock that goes on once something is done."""
+    running = create(client, slow_lines(60), completion_window="2h")
+    waiting = create(client, [line("a"), "{no json"], completion_window="1h")
     lasting = create(client, [line("a")], completion_window="7d")
+    eventually(lambda: client.batches.retrieve(running).request_counts.completed > 0, "something is done")
+    monkeypatch.setattr(queue, "unix_seconds", lambda: unix_seconds() + 7200)
     batch, counts = (made := ended(client, running)), made.request_counts
-    assert (batch.status, batch.completion_window, batch.expires_at) == ("expired", "2s", batch.created_at + 2)
+    assert (batch.status, batch.completion_window, batch.expires_at) == ("expired", "2h", batch.created_at + 7200)
     assert batch.expired_at >= batch.expires_at
     assert batch.completed_at is None
     assert (counts.total, counts.completed + counts.failed) == (60, 60)

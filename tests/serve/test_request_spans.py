@@ -216,10 +216,10 @@ def test_an_endpoint_that_hangs_slows_nothing(folder):
     with socket.create_server(("127.0.0.1", 0), backlog=8) as silent:  # it accepts, and answers nothing
         began = time.monotonic()
         with spans_to(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces") as provider:
-            assert asyncio.run(complete(folder, provider, 50)) < 5
+            assert asyncio.run(complete(folder, provider, 50)) < 10
             ending = time.monotonic()
-        assert time.monotonic() - ending < 5
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - ending < 15
+        assert time.monotonic() - began < 60
 
 
 class Stuck(SpanProcessor):

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,7 @@ import psutil
 import pytest
 import uvicorn
 from documented import commands
-from fake_engine import KILLS_ONCE, SLOW, make_model_folder
+from fake_engine import KILLS_ONCE, SLOW, hurried, make_model_folder
 from running_service import DEADLINE_S, eventually, http, text_of
 
 from ringcore.cli import main
@@ -99,14 +100,14 @@ def test_it_serves_and_ends_at_ctrl_c(folder, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("drain_s", "max_tokens", "reason"), [("60", 20, "length"), ("0.2", 120, "abort")])
-def test_what_runs_is_drained_before_the_end(folder, drain_s, max_tokens, reason):
-    """20 tokens take a second, 120 take six."""
+@pytest.mark.parametrize(("drain_s", "reason"), [("60", "length"), ("0.2", "abort")])
+def test_what_runs_is_drained_before_the_end(folder, drain_s, reason):
+    """120 tokens take six seconds, unless they are hurried."""
     answers = []
     with Command(folder, "--drain-s", drain_s, "--no-access-log") as command:
 
         def ask() -> None:
-            body = {"prompt": [97, SLOW], "max_tokens": max_tokens}
+            body = {"prompt": [97, SLOW], "max_tokens": 120}
             answers.append(http.post(f"{command.url}/v1/completions", json=body, timeout=DEADLINE_S))
 
         asking = threading.Thread(target=ask)
@@ -115,7 +116,8 @@ def test_what_runs_is_drained_before_the_end(folder, drain_s, max_tokens, reason
         while http.get(f"{command.url}/health").json()["num_running"] == 0:
             assert time.monotonic() < deadline
         command.process.send_signal(signal.SIGTERM)
-        code, out, err = command.ends()
+        with hurried(folder) if reason == "length" else nullcontext():
+            code, out, err = command.ends()
         asking.join()
     (answer,) = answers
     assert answer.json()["choices"][0]["finish_reason"] == reason
@@ -168,11 +170,23 @@ def test_the_last_lines_of_the_process_are_reported(caplog):
     assert "the service ends: the process 'worker 0' ended\n  it ran\n  out of memory" in caplog.text
 
 
+@contextmanager
+def held(folder: str) -> Iterator[None]:
+    """Meanwhile no engine of the fragile executors becomes ready."""
+    (file := Path(folder, "holds")).touch()
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
 def test_an_engine_that_dies_is_replaced_behind_the_same_port(folder):
     """As often as it may be."""
-    with Command(folder, "--no-access-log", "--engine-restarts", "1") as command:
-        command.engine().kill()
-        eventually(lambda: "starting" in health(command.url), "its death is known")
+    flags = ["--no-access-log", "--engine-restarts", "1", "--executor", "fake_engine:FragileMultiproc"]
+    with Command(folder, *flags) as command:
+        with held(folder):
+            command.engine().kill()
+            eventually(lambda: "starting" in health(command.url), "its death is known")
         eventually(lambda: "ready" in health(command.url), "another one is there")
         body = {"prompt": "ab", "max_tokens": 4}
         assert http.post(f"{command.url}/v1/completions", json=body).json()["choices"][0]["text"] == text_of("ab", 4)
@@ -189,14 +203,15 @@ def test_replicas_behind_one_port(folder):
     """A replica that dies costs nobody who has got nothing; a restart of all under load loses no request; at the end
     the service says that it is not ready before it refuses anyone."""
     flags = ["--data-parallel-size", "2", "--no-access-log", "--shutdown-delay-s", "60", "--executor"]
-    with Command(folder, *flags, "fake_engine:FakeUniproc") as command, Load(command.url) as load:
+    with Command(folder, *flags, "fake_engine:FragileUniproc") as command, Load(command.url) as load:
         assert http.get(f"{command.url}/health").json()["replicas"] == ["ready", "ready"]
         eventually(lambda: load.num_answers > 20, "some are answered")
         assert {one.split('"')[1] for one in labelled(command.url)} == {"0", "1"}
 
-        command.engines()[0].kill()
-        eventually(lambda: "starting" in replicas(command.url), "its death is known")
-        assert [probe(command.url, kind) for kind in ("live", "ready")] == [200, 200]
+        with held(folder):
+            command.engines()[0].kill()
+            eventually(lambda: "starting" in replicas(command.url), "its death is known")
+            assert [probe(command.url, kind) for kind in ("live", "ready")] == [200, 200]
         eventually(lambda: replicas(command.url) == ["ready", "ready"], "it is replaced")
 
         before = {engine.pid for engine in command.engines()}
@@ -224,11 +239,12 @@ def test_replicas_behind_one_port(folder):
 
 def test_a_restart_is_asked_for_while_the_engine_starts(folder):
     """The signal comes as soon as it no longer ends the process; the engine of the start is replaced."""
-    command = Command(folder, "--no-access-log", "--executor", "fake_engine:FakeUniproc")
-    eventually(lambda: is_caught(command.process.pid, signal.SIGUSR1), "the signal is caught")
-    command.process.send_signal(signal.SIGUSR1)
-    eventually(lambda: len(command.engines()) == 1, "the engine starts")
-    first = command.engine()
+    with held(folder):
+        command = Command(folder, "--no-access-log", "--executor", "fake_engine:FragileUniproc")
+        eventually(lambda: is_caught(command.process.pid, signal.SIGUSR1), "the signal is caught")
+        command.process.send_signal(signal.SIGUSR1)
+        eventually(lambda: len(command.engines()) == 1, "the engine starts")
+        first = command.engine()
     with command:
         eventually(lambda: not first.is_running(), "the engine is replaced")
         eventually(lambda: health(command.url) == "ready", "the new one is ready")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -123,18 +124,21 @@ def probe(service, kind: str) -> tuple[int, str | None]:
 def test_probes(service):
     """Ready is what would compute a request now; what a new process would not mend is alive."""
     assert probe(service, "ready") == probe(service, "live") == (200, None)
-    service.call(service.engine.pause())
-    assert probe(service, "ready") == (503, "no engine serves: paused")
-    service.call(service.engine.resume())
-    service.call(service.engine.sleep(level=1))
-    assert probe(service, "ready") == (503, "no engine serves: sleeping")
-    assert probe(service, "live") == (200, None)
-    assert http.get(f"{service.url}/health").status_code == 200
-    service.call(service.engine.wake_up())
+    with ExitStack() as again:
+        service.call(service.engine.pause())
+        again.callback(lambda: service.call(service.engine.resume()))
+        assert probe(service, "ready") == (503, "no engine serves: paused")
+    with ExitStack() as again:
+        service.call(service.engine.sleep(level=1))
+        again.callback(lambda: service.call(service.engine.wake_up()))
+        assert probe(service, "ready") == (503, "no engine serves: sleeping")
+        assert probe(service, "live") == (200, None)
+        assert http.get(f"{service.url}/health").status_code == 200
     assert probe(service, "ready") == (200, None)
-    service.service.begin_ending()
-    assert probe(service, "ready") == (503, "the service ends")
-    service.service.is_ending = False
+    with ExitStack() as again:
+        service.service.begin_ending()
+        again.callback(lambda: setattr(service.service, "is_ending", False))
+        assert probe(service, "ready") == (503, "the service ends")
 
 
 def test_version(service):

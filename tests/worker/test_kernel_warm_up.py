@@ -151,7 +151,7 @@ EXPERTS_SCRIPT = """
     from ringcore.distributed.peer_memory import PeerMemory
     from ringcore.worker.platforms.cpu import CpuPlatform
 
-    combine._LEAST_SAVED_BYTES = -(1 << 40)
+    combine._LEAST_SAVED_BYTES, combine._LARGEST_SHARE = -(1 << 40), 1e9  # few rows are combined too
     config = EngineConfig.from_options(
         model={model!r}, load_format="dummy", attention_backend="triton", tensor_parallel_size=2, device="cpu",
         expert_parallel=True, redundant_experts=2,

@@ -496,6 +496,8 @@ def test_a_slow_disk_is_not_waited_for(tmp_path: Path, disk: HungDisk, num_place
     store._timeout_s = 0.2  # of the load alone
     disk.hang()
     transfer(store, loads={0: {bytes([i]): i for i in range(1, 9)}})
+    while disk.num_waiting < 4:
+        time.sleep(0.001)
     time.sleep(0.3)
     store._progress()
     disk.go_on()

@@ -212,6 +212,15 @@ def test_what_computes_something_else_stays_the_models_own(path, make, expected)
     assert not unchanged.reasons
 
 
+def test_shared_experts_whose_gate_and_up_are_as_wide_as_the_model():
+    """Beside what stands for the routed experts they look like the gate and the up of one MLP."""
+    sizes = {"num_local_experts": 4, "intermediate_size": 48, "shared_intermediate_size": 16}  # 2 * 16 = 32
+    kinds = {"mlp_layer_types": ["sparse"] * 2, "layer_types": ["full_attention"] * 2}
+    found = found_in("minimax_m3_vl_text", head_dim=8, num_experts_per_tok=2, **sizes, **kinds)
+    assert counts(found) == (2, 2, 0)
+    assert found.reasons["layers.1.mlp"] == "layers.1.mlp is no MLP, with a gate or without"
+
+
 def added_later(forward):
     """The MLP reads what attention has been added to."""
 

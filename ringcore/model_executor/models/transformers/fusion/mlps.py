@@ -33,7 +33,7 @@ def find_mlp(sample: SamplePass, trial: Trial, calls: Sequence[Call]) -> MLPPlan
         raise NotRecognised(f"{path} has {len(linears)} linears")
     call = calls[0] if len(calls) == 1 else _joined(calls)
     plan = None
-    for plan in _forms(linears):
+    for plan in _forms(linears, call.hidden.shape[-1]):
         if trial.sublayer_agrees(trial.parts().mlp(path, plan), call, []):
             return plan
     if plan is None:
@@ -57,9 +57,11 @@ def _is_linear(call: Call) -> bool:
     return isinstance(call.module, SampleLinear)
 
 
-def _forms(linears: Mapping[str, SampleLinear]) -> Iterator[MLPPlan]:
+def _forms(linears: Mapping[str, SampleLinear], hidden_size: int) -> Iterator[MLPPlan]:
     *inner, (down, down_linear) = linears.items()
     size, down_has_bias = down_linear.in_features, down_linear.bias is not None
+    if any(linear.in_features != hidden_size for _, linear in inner):
+        return
     has_biases = {linear.bias is not None for _, linear in inner}
     if len(inner) == 1 and inner[0][1].out_features == size:
         ((name, up),) = inner
