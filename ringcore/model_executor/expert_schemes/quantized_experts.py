@@ -34,10 +34,7 @@ class QuantizedExperts(ExpertWeight):
         return self._stored
 
     def rounded(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._rounding is None:
-            return rows
-        codes, scales = self._rounding(rows)
-        return (codes * scales).to(rows.dtype)
+        return rows if self._rounding is None else self._rounding.rounded(rows)
 
     def refresh(self) -> None:
         self._matrix.derived.refresh()
