@@ -21,8 +21,8 @@ class KernelExperts(ExpertWeight):
         rounding: InputRounding | None = None,
         orders: torch.Tensor | None = None,
     ) -> None:
-        """matrix: the outputs of the experts one after the other, whole runs of each. rounding: of the inputs, where the
-        kernels do not. orders: [num_experts, num_inputs] int64, in which each expert has its inputs."""
+        """matrix: the outputs of the experts one after the other, whole runs of each. rounding: of the inputs, which
+        the kernels do not round. orders: [num_experts, num_inputs] int64, in which each expert has its inputs."""
         self.shape = num_experts, matrix.num_outputs // num_experts, matrix.num_inputs
         assert self.shape[1] % LANES == 0, self.shape
         self.dtype, self.device = dtype, torch.device("cpu")

@@ -49,7 +49,7 @@ class Mxfp4Scheme(ExpertsScheme):
         else:
             codes, scales = E2m1Codes(blocks.flatten(0, 1).flatten(1)), exponents.flatten(0, 1)
         matrix = QuantizedMatrix(codes, scales.view(torch.float8_e8m0fnu), Groups(self.format.group))
-        return QuantizedExperts(matrix, len(blocks), dtype)
+        return QuantizedExperts([matrix], len(blocks), dtype)
 
     def arrangement(self, suffix: str) -> Arrangement:
         return _OF_BLOCKS if suffix == "_blocks" else _OF_SCALES

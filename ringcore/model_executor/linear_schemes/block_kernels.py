@@ -231,7 +231,8 @@ class KernelMatrix:
         that reads experts with rows alone, for up to 64 rows of an expert once."""
         assert x.stride(1) == y.stride(1) == 1
         assert x.dtype == torch.bfloat16 or not self._has_pairs
-        assert ends.dtype == torch.int32 and ends.is_contiguous()
+        assert ends.dtype == torch.int32
+        assert ends.is_contiguous()
         of_rows = x.data_ptr(), KINDS[x.dtype], x.stride(0), y.data_ptr(), KINDS[y.dtype], y.stride(0)
         threads = self._kernels.parallel, num_threads()
         check(self._kernels.experts(self._address, ends.data_ptr(), len(ends), *of_rows, *threads))
