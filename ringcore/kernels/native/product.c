@@ -154,11 +154,20 @@ static void pack_row(const Call *call, const uint8_t *x, int R, float *out) {
 
 typedef f32x16 (*RowProduct)(const Run *, int64_t, const float *);
 typedef void (*Rounded)(int, const Run *, int64_t, const int32_t *, float *);
+typedef void (*FewRows)(int, const Run *, int64_t, const float *, float *);
 typedef void (*Unpack)(const Run *, int64_t, int, Chunk *);
 #define FUNCTIONS(K)                                                                                            \
     static f32x16 float_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, run, n, x); } \
     static void expand_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, FLOATS, c); } \
     static void pairs_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, PAIRS, c); }
+#define FEW_FUNCTION(K)                                                                         \
+    static void few_##K(int R, const Run *run, int64_t n, const float *x, float *sums) {        \
+        switch (R) {                                                                            \
+            case 1: float_rows(K, 1, run, n, x, sums); return;                                  \
+            case 2: float_rows(K, 2, run, n, x, sums); return;                                  \
+            case 4: float_rows(K, 4, run, n, x, sums); return;                                  \
+        }                                                                                       \
+    }
 #if defined(__AVX512F__)
 #define ROUNDED_TILE(K) case 8: rounded_rows(K, 8, run, n, x, sums); return;
 #else
@@ -174,14 +183,17 @@ typedef void (*Unpack)(const Run *, int64_t, int, Chunk *);
         }                                                                                           \
     }
 OF_KINDS(FUNCTIONS)
+OF_KINDS(FEW_FUNCTION)
 OF_FILES(ROUNDED_FUNCTION)
 static f32x16 pair_row_NIBBLES(const Run *run, int64_t n, const float *x) { return pair_row(NIBBLES, run, n, (const uint32_t *)x); }
 #define FLOAT_ROW(K) [K] = float_row_##K,
+#define FEW_OF(K) [K] = few_##K,
 #define ROUNDED_OF(K) [K] = rounded_##K,
 #define EXPAND(K) [K] = expand_##K,
 #define PAIR(K) [K] = pairs_##K,
 static const RowProduct ROW_PRODUCTS[][E2M1 + 1] = {[FLOATS] = {OF_KINDS(FLOAT_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
 static const Rounded ROUNDED_PRODUCTS[] = {OF_FILES(ROUNDED_OF)};
+static const FewRows FEW_ROWS[] = {OF_KINDS(FEW_OF)};
 static const Unpack UNPACK_CHUNK[][E2M1 + 1] = {[FLOATS] = {OF_KINDS(EXPAND)}, [PAIRS] = {OF_KINDS(PAIR)}};
 
 static void tile(int R, int S, const Call *call, const Chunk *chunks, int num_groups, const float *x, float *sums) {
@@ -252,6 +264,13 @@ static void run_product(const Call *call, int S, const Run *runs, float *sums) {
             const int32_t *x = (const int32_t *)packed + row * words;
             if (call->form == INTEGERS) integers((int)rows, S, call, runs, x, sums + LANES * row);
             else ROUNDED_PRODUCTS[matrix->kind]((int)rows, runs, num_groups, x, sums + LANES * row);
+        }
+        return;
+    }
+    if (TILE > FEW && call->form == FLOATS && call->num_rows <= FEW) {
+        for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
+            rows = tile_at(row, call->num_rows);
+            FEW_ROWS[matrix->kind]((int)rows, runs, num_groups, packed + row * words, sums + LANES * row);
         }
         return;
     }

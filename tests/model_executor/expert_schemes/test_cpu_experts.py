@@ -82,7 +82,7 @@ def test_products_are_those_of_each_experts_weights(name, dtype):
         assert (error <= 2e-6 * sums + (2**-8 * exact.abs() if dtype == torch.bfloat16 else 0)).all()
 
 
-def test_rows_do_not_depend_on_other_experts_rows():
+def test_rows_depend_neither_on_other_experts_rows_nor_on_how_many_there_are_from_two_on():
     weight = cpu_experts(experts("4 bits"), torch.float32, updatable=False, rounding=None)
     rows, of_row, ends = routed((17, 3, 0, 70), torch.float32)
     whole = weight.product(rows, of_row, ends)
@@ -90,6 +90,10 @@ def test_rows_do_not_depend_on_other_experts_rows():
         alone, is_here = torch.zeros(EXPERTS, dtype=torch.int32), of_row == one
         alone[one:] = int(is_here.sum())
         assert torch.equal(weight.product(rows[is_here], of_row[is_here], alone), whole[is_here])
+    for count in (2, 3, 4, 5):
+        few = slice(len(rows) - count, None)
+        alone = torch.tensor([0, 0, 0, count], dtype=torch.int32)
+        assert torch.equal(weight.product(rows[few], of_row[few], alone), whole[few])
 
 
 def test_int8_rows_are_rounded_by_the_kernels_and_summed_as_integers():
