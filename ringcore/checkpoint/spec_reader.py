@@ -23,9 +23,7 @@ from ringcore.errors import ModelLoadError
 
 __all__ = ["read_model_spec", "read_native_spec"]
 
-_NOT_OF_EXPERTS = (
-    "which is not computed; give them in 'fp8', or in 'compressed-tensors' without act-order and scales of inputs"
-)
+_NOT_OF_EXPERTS = "with a scale of the inputs of each, which is not computed; give another checkpoint"
 # The names that config.json has for an activation.
 _ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
@@ -128,7 +126,7 @@ def _from_config(
 
 
 def _quantization(config: Metadata, on_load: str | None, experts: ExpertsSpec | None) -> Quantization | None:
-    """A tied head is the embedding's table, which is dense; so is a router, and so are experts on load."""
+    """A tied head is the embedding's table, which is dense; so is a router."""
     found = read_quantization(config, on_load)
     if found is None:
         return None
@@ -137,9 +135,9 @@ def _quantization(config: Metadata, on_load: str | None, experts: ExpertsSpec | 
     ignored = ["lm_head"] if config.flag("tie_word_embeddings", False) else []
     if experts is not None:
         matrix = f"model.layers.0.{expert_matrix('mlp', 0, EXPERT_MATRICES[0])}"
-        if not found.is_on_load and not can_stack(found.format_of(matrix)):
+        if not can_stack(found.format_of(matrix)):
             raise config.error("quantization_config", f"quantizes experts in {found.method!r}, {_NOT_OF_EXPERTS}")
-        ignored += [ROUTER, "experts"] if found.is_on_load else [ROUTER]
+        ignored.append(ROUTER)
     return msgspec.structs.replace(found, ignored=[*found.ignored, *ignored])
 
 

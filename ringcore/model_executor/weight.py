@@ -242,11 +242,11 @@ class Weight:
     def places(self, tensor: torch.Tensor) -> Iterator[tuple[WeightPart, torch.Tensor]]:
         """Each non-empty part with its place in `tensor`, the final one."""
         for part in self.parts:
-            if part.length and part.has_other_rows and part.dim != 0:
-                yield part, tensor
-            elif part.length:
-                rows = tensor if part.row is None else tensor.narrow(0, part.row, part.checkpoint_shape[0])
-                yield part, rows.narrow(part.dim, part.offset, part.length)
+            if not part.length:
+                continue
+            rows = tensor if part.row is None else tensor.narrow(0, part.row, part.checkpoint_shape[0])
+            is_whole = part.has_other_rows and part.dim != 0  # of as many entries as its rows have
+            yield part, rows if is_whole else rows.narrow(part.dim, part.offset, part.length)
 
 
 class WeightedLayer(ABC):

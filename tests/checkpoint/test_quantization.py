@@ -19,8 +19,10 @@ from ringcore.checkpoint.quantization import (
 )
 from ringcore.checkpoint.quantization.rules import matches
 from ringcore.checkpoint.quantization.shares import refused_shares
-from ringcore.errors import ModelLoadError
+from ringcore.config.expert_formats import with_experts_of_device
+from ringcore.errors import ConfigError, ModelLoadError
 from ringcore.families import FAMILIES
+from ringcore.host.resources import Host
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
@@ -224,13 +226,8 @@ def test_experts_on_load_and_of_awq(tmp_path):
     }
     expert = "model.layers.0.mlp.experts.0.up_proj"
     found = read(tmp_path / "a", None, "int4", **model)
-    assert found.format_of(Q_PROJ) is not None
-    assert found.format_of(expert) is None
-    with pytest.raises(
-        ModelLoadError,
-        match="'quantization_config' quantizes experts in 'awq', which is not",
-    ):
-        read(tmp_path / "b", AWQ, **model)
+    assert found.format_of(Q_PROJ) == found.format_of(expert) == OnLoadFormat("int4")
+    assert read(tmp_path / "b", AWQ, **model).format_of(expert) == AwqFormat(16)
     ignoring = with_(AWQ, modules_to_not_convert=["mlp.experts", "mlp.gate"])
     assert read(tmp_path / "c", ignoring, **model).format_of(expert) is None
 
@@ -255,12 +252,38 @@ def test_a_router_is_dense_and_experts_where_they_can_be_stacked_are_not(tmp_pat
     mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [0]}
     on_load = read(tmp_path, None, "int4", **mixture)
     experts = [f"model.layers.1.mlp.{name}" for name in ("gate", "experts.0.gate_proj", "experts.3.down_proj")]
-    assert [on_load.format_of(name) for name in experts] == [None] * 3
+    assert [on_load.format_of(name) is None for name in experts] == [True, False, False]
     assert None not in [on_load.format_of(name) for name in (Q_PROJ, "model.layers.0.mlp.gate_proj")]
     kept = with_(PACKED, ignore=["lm_head", "re:.*experts.*"])
     assert read(tmp_path, kept, **mixture).format_of(Q_PROJ) == PackedFormat(4, 16)
     for quantized in (PACKED, FP8):
         found = read(tmp_path, quantized, **mixture)
         assert [found.format_of(name) is None for name in experts] == [True, False, False]
-    with pytest.raises(ModelLoadError, match="'quantization_config' quantizes experts in 'compressed-tensors', which"):
-        read(tmp_path, group(weights__actorder="group"), **mixture)
+    assert read(tmp_path, group(weights__actorder="group"), **mixture).format_of(experts[1]).has_order
+    inputs = PER_TOKEN | {"dynamic": False, "strategy": "tensor"}
+    static = group(format="float-quantized", weights=FLOATS, input_activations=inputs)
+    with pytest.raises(ModelLoadError, match="quantizes experts in 'compressed-tensors', with a scale of the inputs"):
+        read(tmp_path, static, **mixture)
+
+
+class WithGpu(Host):
+    def has_gpu(self):
+        return True
+
+
+def test_experts_on_a_gpu(tmp_path):
+    mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+
+    def spec(number, config, **options):
+        folder = model_folder(tmp_path, **mixture, **({} if config is None else {"quantization_config": config}))
+        read = read_model_spec(find_model(folder, "dummy"), FAMILIES, quantization=number)
+        return with_experts_of_device(read, options.get("device", "auto"), options.get("host", WithGpu()))
+
+    expert = "model.layers.0.mlp.experts.0.up_proj"
+    assert spec("int4", None).quantization.format_of(expert) is None
+    assert spec("int4", None, device="cpu").quantization.format_of(expert) is not None
+    assert spec(None, AWQ).quantization.format_of(expert) is not None
+    ordered = group(weights__actorder="group")
+    with pytest.raises(ConfigError, match="device='auto': a GPU has no kernels for experts in act-order; give"):
+        spec(None, ordered)
+    assert spec(None, ordered, device="cpu").quantization.format_of(expert).has_order

@@ -10,9 +10,10 @@ from functools import partial
 
 import pytest
 import torch
+from quantized_checkpoints import store
 from test_precompile import run
 
-from ringcore.checkpoint.quantization import CodesFormat, InputFormat, Mxfp4Format
+from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, GptqFormat, InputFormat, Mxfp4Format
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.experts import experts, new_expert_counters
@@ -22,8 +23,10 @@ from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import E2M1_NUMBERS
 from ringcore.model_executor import ops
 from ringcore.model_executor.expert_schemes.schemes import experts_scheme
-from ringcore.model_executor.expert_schemes.stacked import stacked_weight
+from ringcore.model_executor.expert_schemes.stacked import ExpertStack
+from ringcore.model_executor.linear_schemes.awq_scheme import AwqScheme
 from ringcore.model_executor.linear_schemes.codes_scheme import CodesScheme
+from ringcore.model_executor.linear_schemes.gptq_scheme import GptqScheme
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -242,12 +245,13 @@ def test_experts_in_blocks_of_fp8_with_rounded_inputs(device):
 
     def stacked(num_outputs, inputs, start, length):
         own = OutputSlice("m", num_outputs, start, length)
-        shard = LinearShard("experts", (own,) * num_experts, inputs, torch.float32)
+        shard = LinearShard("experts", (own,), inputs, torch.float32)
+        stack = ExpertStack("experts", scheme, (shard,) * num_experts)
         tensors = {
             suffix: (case.randn(*weight.shape).abs() + 0.1).to(weight.dtype)
-            for suffix, weight in scheme.weights(shard).items()
+            for suffix, weight in stack.weights().items()
         }
-        return stacked_weight(scheme, shard, tensors, num_experts)
+        return stack.bound(tensors, updatable=True)
 
     up = stacked(96, InputSlice.whole(hidden), 40, 2 * size)
     case.matrices = ExpertMatrices(up, stacked(hidden, InputSlice(48, 24, size), 0, hidden))
@@ -256,6 +260,43 @@ def test_experts_in_blocks_of_fp8_with_rounded_inputs(device):
     ours = experts(x, routing, case.matrices, SILU, config=SMALL)
     assert (ours - exact).norm() < 0.01 * exact.norm(), "a sum near the middle of two codes is rounded to either"
     assert up.rounded(x).unique().numel() < x.numel()
+
+
+@pytest.mark.usefixtures("has_kernels")
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("awq", AwqScheme(AwqFormat(32))),
+        ("gptq", GptqScheme(GptqFormat(4, 32))),
+        ("gptq 8", GptqScheme(GptqFormat(8, 32))),
+    ],
+)
+def test_experts_of_4_and_8_bits_as_a_gpu_has_them(device, kind, scheme):
+    """Rearranged in the memory of each expert; after an update too."""
+    num_experts, hidden, size = 3, 64, 32
+    case = Case(device, num_experts, hidden, size)
+
+    def stacked(num_outputs, num_inputs):
+        each = [store(kind, case.randn(num_outputs, num_inputs, fan_in=num_inputs).cpu()) for _ in range(num_experts)]
+        shard = LinearShard(
+            "m", (OutputSlice("m", num_outputs, 0, num_outputs),), InputSlice.whole(num_inputs), torch.float32
+        )
+        stack = ExpertStack("m", scheme, (shard,) * num_experts)
+        tensors = {suffix: torch.cat([one.tensors[suffix] for one in each]).to(device) for suffix in each[0].tensors}
+        arrangements = {name: one.arrangement for name, one in stack.weights().items() if one.arrangement is not None}
+        for suffix, arrangement in arrangements.items():
+            arrangement.arrange(tensors[suffix])
+        weight, scales = stack.bound(tensors, updatable=True), next(name for name in tensors if "scale" in name)
+        numbers = torch.stack([one.expanded for one in each]).to(device)
+        every_expert = torch.arange(num_experts, device=device)
+        torch.testing.assert_close(weight.numbers(every_expert), numbers, atol=1e-6, rtol=1e-5)
+        tensors[scales] *= 2
+        weight.refresh()
+        torch.testing.assert_close(weight.numbers(every_expert), 2 * numbers, atol=1e-6, rtol=1e-5)
+        return weight
+
+    case.matrices = ExpertMatrices(stacked(2 * size, hidden), stacked(hidden, size))
+    case.check(5)
 
 
 @pytest.mark.usefixtures("has_kernels")

@@ -12,9 +12,16 @@ from typing import ClassVar
 import msgspec
 
 from ringcore.checkpoint.matrix_tensors import Fixed, Inputs, MatrixTensor, Outputs
-from ringcore.checkpoint.quantization.formats import CodesFormat, Format, PackedFormat
+from ringcore.checkpoint.quantization.formats import (
+    AwqFormat,
+    CodesFormat,
+    Format,
+    GptqFormat,
+    OnLoadFormat,
+    PackedFormat,
+)
 
-__all__ = ["ExpertsFormat", "Mxfp4Format", "can_stack"]
+__all__ = ["ExpertsFormat", "Mxfp4Format", "can_stack", "has_order"]
 
 # Ranges of dummy weights. Scales of 2^-8 and 2^-7: with random blocks the matrices have a deviation of 0.018.
 _BLOCKS, _EXPONENTS = (0.0, 256.0), (119.0, 121.0)
@@ -38,14 +45,17 @@ ExpertsFormat = Mxfp4Format
 
 
 def can_stack(form: Format | None) -> bool:
-    """Whether matrices of this format, which a checkpoint has one by one, are computed as experts: their outputs may
-    lie one after the other, and nothing is a matrix's own but its codes and scales."""
+    """Whether matrices of this format, which a checkpoint has one by one, are computed as experts: of a GGUF file they
+    are not, nor where inputs have a scale of the checkpoint for each matrix."""
     match form:
-        case None:
-            return True
         case CodesFormat():
             return form.inputs is None or form.inputs.scale != "tensor"
-        case PackedFormat():
-            return not form.has_order
+        case None | PackedFormat() | GptqFormat() | AwqFormat() | OnLoadFormat():
+            return True
         case _:
             return False
+
+
+def has_order(form: Format | None) -> bool:
+    """Whether each matrix has its inputs in an order of its own: gate and up of an expert share no product."""
+    return isinstance(form, PackedFormat | GptqFormat) and form.has_order

@@ -27,9 +27,12 @@ typedef struct {
     int64_t x_stride, y_stride, num_rows;
     float eps;
     int32_t epilogue, form, x_kind, y_kind;
-    Program *program;  // its scratch has the packed rows
-    uint8_t last_run[]; // the last outputs, if fewer than 16, are interleaved here
+    Program *program;   // its scratch has the packed rows
+    int64_t packed_at;  // from which byte on
+    uint8_t *last_run;  // the last outputs, if fewer than 16, are interleaved here
 } Call;
+
+INLINE float *packed_rows(const Call *call) { return (float *)(call->program->scratch + call->packed_at); }
 
 INLINE int64_t tile_at(int64_t row, int64_t num_rows) {  // rows of the tile that starts there
     int64_t left = num_rows - row, rows = TILE;
@@ -151,11 +154,20 @@ static void pack_row(const Call *call, const uint8_t *x, int R, float *out) {
 
 typedef f32x16 (*RowProduct)(const Run *, int64_t, const float *);
 typedef void (*Rounded)(int, const Run *, int64_t, const int32_t *, float *);
+typedef void (*FewRows)(int, const Run *, int64_t, const float *, float *);
 typedef void (*Unpack)(const Run *, int64_t, int, Chunk *);
 #define FUNCTIONS(K)                                                                                            \
     static f32x16 float_row_##K(const Run *run, int64_t n, const float *x) { return row_product(K, run, n, x); } \
     static void expand_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, FLOATS, c); } \
     static void pairs_##K(const Run *run, int64_t f, int n, Chunk *c) { unpack_chunk(K, run, f, n, PAIRS, c); }
+#define FEW_FUNCTION(K)                                                                         \
+    static void few_##K(int R, const Run *run, int64_t n, const float *x, float *sums) {        \
+        switch (R) {                                                                            \
+            case 1: float_rows(K, 1, run, n, x, sums); return;                                  \
+            case 2: float_rows(K, 2, run, n, x, sums); return;                                  \
+            case 4: float_rows(K, 4, run, n, x, sums); return;                                  \
+        }                                                                                       \
+    }
 #if defined(__AVX512F__)
 #define ROUNDED_TILE(K) case 8: rounded_rows(K, 8, run, n, x, sums); return;
 #else
@@ -171,14 +183,17 @@ typedef void (*Unpack)(const Run *, int64_t, int, Chunk *);
         }                                                                                           \
     }
 OF_KINDS(FUNCTIONS)
+OF_KINDS(FEW_FUNCTION)
 OF_FILES(ROUNDED_FUNCTION)
 static f32x16 pair_row_NIBBLES(const Run *run, int64_t n, const float *x) { return pair_row(NIBBLES, run, n, (const uint32_t *)x); }
 #define FLOAT_ROW(K) [K] = float_row_##K,
+#define FEW_OF(K) [K] = few_##K,
 #define ROUNDED_OF(K) [K] = rounded_##K,
 #define EXPAND(K) [K] = expand_##K,
 #define PAIR(K) [K] = pairs_##K,
 static const RowProduct ROW_PRODUCTS[][E2M1 + 1] = {[FLOATS] = {OF_KINDS(FLOAT_ROW)}, [PAIRS] = {[NIBBLES] = pair_row_NIBBLES}};
 static const Rounded ROUNDED_PRODUCTS[] = {OF_FILES(ROUNDED_OF)};
+static const FewRows FEW_ROWS[] = {OF_KINDS(FEW_OF)};
 static const Unpack UNPACK_CHUNK[][E2M1 + 1] = {[FLOATS] = {OF_KINDS(EXPAND)}, [PAIRS] = {OF_KINDS(PAIR)}};
 
 static void tile(int R, int S, const Call *call, const Chunk *chunks, int num_groups, const float *x, float *sums) {
@@ -215,7 +230,7 @@ static void integers(int R, int S, const Call *call, const Run *runs, const int3
 static __attribute__((noinline)) void chunks_product(const Call *call, int S, const Run *runs, float *sums) {
     const Matrix *matrix = call->matrix;
     int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
-    const float *packed = (const float *)call->program->scratch;
+    const float *packed = packed_rows(call);
     Chunk chunks[2];
     int64_t per_block = LAYOUTS[matrix->kind].inputs / GROUP, run_bytes = LANES * LAYOUTS[matrix->kind].bytes;
     memset(sums, 0, 64 * call->num_rows * S);
@@ -237,7 +252,7 @@ static __attribute__((noinline)) void chunks_product(const Call *call, int S, co
 static void run_product(const Call *call, int S, const Run *runs, float *sums) {
     const Matrix *matrix = call->matrix;
     int64_t num_groups = matrix->num_inputs / GROUP, words = row_words(matrix, call->form);
-    const float *packed = (const float *)call->program->scratch;
+    const float *packed = packed_rows(call);
     if (call->num_rows == 1 && (call->form == FLOATS || call->form == PAIRS)) {
         f32x16 sum = ROW_PRODUCTS[call->form][matrix->kind](runs, num_groups, packed);
         memcpy(sums, &sum, 64);
@@ -249,6 +264,13 @@ static void run_product(const Call *call, int S, const Run *runs, float *sums) {
             const int32_t *x = (const int32_t *)packed + row * words;
             if (call->form == INTEGERS) integers((int)rows, S, call, runs, x, sums + LANES * row);
             else ROUNDED_PRODUCTS[matrix->kind]((int)rows, runs, num_groups, x, sums + LANES * row);
+        }
+        return;
+    }
+    if (TILE > FEW && call->form == FLOATS && call->num_rows <= FEW) {
+        for (int64_t row = 0, rows; row < call->num_rows; row += rows) {
+            rows = tile_at(row, call->num_rows);
+            FEW_ROWS[matrix->kind]((int)rows, runs, num_groups, packed + row * words, sums + LANES * row);
         }
         return;
     }
@@ -310,7 +332,7 @@ static void pack_rows(void *data, int64_t first, int64_t end) {  // the first ph
     int64_t row_bytes = call->x_stride * bytes_of_number(call->x_kind);
     for (int64_t row = 0, rows; row < end; row += rows) {
         rows = tile_at(row, call->num_rows);
-        float *out = (float *)call->program->scratch + row * row_words(call->matrix, call->form);
+        float *out = packed_rows(call) + row * row_words(call->matrix, call->form);
         for (int64_t r = first > row ? first - row : 0; r < rows && row + r < end; r++)
             pack_row(call, call->x + (row + r) * row_bytes, (int)rows, out + r);
     }
@@ -331,13 +353,17 @@ int blocks_have_pairs(void) {
 #endif
 }
 
+// Where a code becomes a bfloat16 number by way of float32, one row is multiplied by that.
+INLINE int32_t form_of(const Matrix *matrix, int64_t num_rows) {
+    return matrix->form == PAIRS && num_rows == 1 && matrix->kind != NIBBLES ? FLOATS : matrix->form;
+}
+
 // y = or += the products. program: where the call is recorded; NULL: it is run. Returns 0, or -1 without memory.
 int blocks_product(const Matrix *matrix, const uint8_t *x, int32_t x_kind, int64_t x_stride, int64_t num_rows,
                    const float *gain, float eps, uint8_t *y, int32_t y_kind, int64_t y_stride, int32_t epilogue,
                    Program *program, Parallel parallel, int32_t num_threads) {
     Program own = {0}, *to = program ? program : &own;
-    // Where a code becomes a bfloat16 number by way of float32, one row is multiplied by that.
-    int32_t form = matrix->form == PAIRS && num_rows == 1 && matrix->kind != NIBBLES ? FLOATS : matrix->form;
+    int32_t form = form_of(matrix, num_rows);
     int64_t runs = (matrix->num_outputs + 2 * LANES - 1) / (2 * LANES), left = matrix->num_outputs % LANES;
     for (int64_t row = 0; row < num_rows && !to->has_failed; row += MOST_ROWS) {
         int64_t rows = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
@@ -346,11 +372,95 @@ int blocks_product(const Matrix *matrix, const uint8_t *x, int32_t x_kind, int64
         reserve(to, 4 * rows * row_words(matrix, form));
         Call *call = add_call(to, sizeof *call + (left ? LANES * matrix->row_bytes : 0));
         if (!call) break;
-        *call = (Call){matrix, from, gain, out, x_stride, y_stride, rows, eps, epilogue, form, x_kind, y_kind, to};
+        *call = (Call){matrix, from, gain, out, x_stride, y_stride, rows, eps, epilogue, form, x_kind, y_kind, to,
+                       0, (uint8_t *)(call + 1)};
         add_phase(to, (Phase){pack_rows, NULL, call, rows, TILE});
         add_phase(to, (Phase){multiply_runs, NULL, call, runs, 0, matrix->num_outputs * matrix->num_inputs * (rows + 3)});
     }
     return record_or_run(program, &own, parallel, num_threads);
+}
+
+// Rows of one expert, at most MOST_ROWS.
+typedef struct {
+    Matrix matrix;
+    Call call;
+    int64_t first_row;  // in its batch
+} Block;
+
+// Blocks whose rows are packed at once: MOST_PACKED of them.
+typedef struct {
+    Block *blocks;
+    int64_t num_blocks, num_rows, pairs;  // of runs, of an expert
+} Batch;
+enum { MOST_PACKED = 8 * MOST_ROWS };
+
+static void pack_blocks(void *data, int64_t first, int64_t end) {  // items: rows
+    Batch *batch = data;
+    for (Block *block = batch->blocks; block < batch->blocks + batch->num_blocks && block->first_row < end; block++) {
+        int64_t from = first - block->first_row, to = end - block->first_row, rows = block->call.num_rows;
+        if (from < rows) pack_rows(&block->call, from > 0 ? from : 0, to < rows ? to : rows);
+    }
+}
+
+static void multiply_blocks(void *data, int64_t first, int64_t end) {  // items: two runs of a block
+    Batch *batch = data;
+    for (int64_t last; first < end; first = last) {
+        int64_t start = first / batch->pairs * batch->pairs;
+        last = start + batch->pairs < end ? start + batch->pairs : end;
+        multiply_runs(&batch->blocks[start / batch->pairs].call, first - start, last - start);
+    }
+}
+
+// Expert `index` of those whose outputs follow one another, in whole runs.
+static Matrix of_expert(const Matrix *all, int64_t num_experts, int64_t index) {
+    Matrix matrix = *all;
+    matrix.num_outputs /= num_experts;
+    int64_t first = index * matrix.num_outputs, scale = first / LANES * matrix.run_scales;
+    matrix.weight += first * matrix.row_bytes;
+    if (matrix.scales) matrix.scales += scale;
+    if (matrix.zeros) matrix.zeros += scale;
+    return matrix;
+}
+
+static void add_batch(Program *program, Batch *batch) {
+    const Matrix *matrix = &batch->blocks->matrix;
+    int64_t bytes = 0, cost = 0;
+    for (Block *block = batch->blocks; block < batch->blocks + batch->num_blocks; block++) {
+        block->call.packed_at = bytes;
+        bytes += (4 * block->call.num_rows * row_words(matrix, block->call.form) + 63) / 64 * 64;
+        cost += matrix->num_outputs * matrix->num_inputs * (block->call.num_rows + 3);
+    }
+    reserve(program, bytes);
+    add_phase(program, (Phase){pack_blocks, NULL, batch, batch->num_rows, TILE});
+    add_phase(program, (Phase){multiply_blocks, NULL, batch, batch->num_blocks * batch->pairs, 0, cost});
+}
+
+// y [num_rows, outputs of an expert] = the products of rows sorted by expert, those of expert e up to row ends[e].
+// matrix: of all experts. Returns 0, or -1 without memory.
+int blocks_experts(const Matrix *matrix, const int32_t *ends, int64_t num_experts, const uint8_t *x, int32_t x_kind,
+                   int64_t x_stride, uint8_t *y, int32_t y_kind, int64_t y_stride, Parallel parallel, int32_t num_threads) {
+    Program program = {0};
+    int64_t row = 0, most = num_experts + (num_experts ? ends[num_experts - 1] / MOST_ROWS : 0);
+    Block *blocks = add_call(&program, most * sizeof *blocks), *next = blocks;
+    Batch *batches = add_call(&program, most * sizeof *batches), *batch = batches;
+    if (!blocks || !batches) most = 0, num_experts = 0;
+    else *batch = (Batch){blocks, 0, 0, (matrix->num_outputs / num_experts + 2 * LANES - 1) / (2 * LANES)};
+    for (int64_t expert = 0; expert < num_experts; expert++)
+        for (int64_t rows; row < ends[expert]; row += rows, next++) {
+            rows = ends[expert] - row < MOST_ROWS ? ends[expert] - row : MOST_ROWS;
+            if (batch->num_rows + rows > MOST_PACKED) {
+                add_batch(&program, batch);
+                batch[1] = (Batch){next, 0, 0, batch->pairs};
+                batch++;
+            }
+            *next = (Block){of_expert(matrix, num_experts, expert), {0}, batch->num_rows};
+            next->call = (Call){&next->matrix, x + row * x_stride * bytes_of_number(x_kind), NULL,
+                                y + row * y_stride * bytes_of_number(y_kind), x_stride, y_stride, rows, 0, STORE,
+                                form_of(matrix, rows), x_kind, y_kind, &program, 0, NULL};
+            batch->num_blocks++, batch->num_rows += rows;
+        }
+    if (most && batch->num_blocks) add_batch(&program, batch);
+    return record_or_run(NULL, &program, parallel, num_threads);
 }
 
 typedef struct {

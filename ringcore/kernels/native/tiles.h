@@ -19,6 +19,7 @@ enum { TILE = 8 };  // rows of the largest tile, whose sums with two runs are in
 #else
 enum { TILE = 4 };
 #endif
+enum { FEW = 4 };  // rows for which float32 numbers are unpacked in registers, where there are 32
 enum { FLOATS, ROUNDED, PAIRS, INTEGERS };  // forms of packed inputs
 enum { WORDS = 12, PAIR_WORDS = 17 };  // 4-byte words of a group of a row, rounded, and in pairs
 
@@ -33,11 +34,16 @@ typedef union {
     Pairs pairs[CHUNK / GROUP];
 } __attribute__((aligned(64))) Chunk;
 
-// The weights of a group to [32][16], bit by bit as the reference.
+// Of input `i` of the group, bit by bit as the reference.
+INLINE f32x16 weight_at(int kind, const Group *group, int i) {
+    f32x16 scaled = number_at(kind, group, i) * group->scales[i / 16];
+    return has_minima(kind) ? scaled - group->minima : scaled;
+}
+
+// The weights of a group to [32][16].
 INLINE void expand_group(int kind, const Group *group, float (*weights)[LANES]) {
     for (int i = 0; i < GROUP; i++) {
-        f32x16 scale = group->scales[i / 16], code = number_at(kind, group, i);
-        f32x16 weight = has_minima(kind) ? code * scale - group->minima : code * scale;
+        f32x16 weight = weight_at(kind, group, i);
         memcpy(weights[i], &weight, 64);
     }
 }
@@ -94,6 +100,25 @@ INLINE void float_tile(int R, int S, const Chunk *chunks, int num_groups, const 
             UNROLLED
             for (int r = 0; r < R; r++) memcpy(sums + stride * s + LANES * r + part, &sum[s][r], sizeof(Wide));
     }
+}
+
+// As `float_tile` of all inputs of one run, to the same bits: of few rows, for which numbers are unpacked in registers.
+INLINE void float_rows(int kind, int R, const Run *run, int64_t num_groups, const float *x, float *sums) {
+    int per_block = LAYOUTS[kind].inputs / GROUP;
+    f32x16 sum[FEW] = {};
+    for (int64_t block = 0; block < num_groups / per_block; block++)
+        for (int i = 0; i < per_block; i++, x += GROUP * R) {
+            Group group;
+            unpack(kind, run, block, i, &group);
+            UNROLLED
+            for (int j = 0; j < GROUP; j++) {
+                f32x16 weight = weight_at(kind, &group, j);
+                UNROLLED
+                for (int r = 0; r < R; r++) sum[r] = fma16(weight, splat(x[j * R + r]), sum[r]);
+            }
+        }
+    UNROLLED
+    for (int r = 0; r < R; r++) memcpy(sums + LANES * r, &sum[r], 64);
 }
 
 INLINE void pair_tile(int R, int S, int halves, int with_minima, const Chunk *chunks, int num_groups, const uint32_t *x,

@@ -1,4 +1,4 @@
-"""MXFP4 experts on a CPU: as the checkpoint has them, 16 outputs interleaved in their own memory for the C kernels."""
+"""Experts on a CPU, multiplied by the C kernels: one matrix in blocks, with the outputs of all experts."""
 
 from __future__ import annotations
 
@@ -6,85 +6,42 @@ import torch
 
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.kernels.packed_weight import PackedWeight
-from ringcore.model_executor import ops
-from ringcore.model_executor.linear_schemes.block_kernels import (
-    LANES,
-    BlockLayout,
-    KernelMatrix,
-    RunScales,
-    block_kernels,
-    exact_form,
-)
-from ringcore.model_executor.weight import Arrangement
+from ringcore.model_executor.linear_schemes.block_kernels import LANES, KernelMatrix
+from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
 
-__all__ = ["ForDevice", "KernelExperts", "is_interleaved"]
-
-_GROUP, _GROUP_BYTES = 32, 16  # inputs of a block, and its codes
-
-
-def is_interleaved(tensor: torch.Tensor) -> bool:
-    """tensor: [num_experts, num_outputs, ...]: whether an expert's outputs are whole runs, for which there are
-    kernels."""
-    is_on_cpu = tensor.device.type == "cpu" and not ops.has_kernels(tensor.device)
-    return is_on_cpu and tensor.shape[1] % LANES == 0 and block_kernels() is not None
-
-
-class ForDevice(Arrangement):
-    """Of [num_experts, num_outputs, ...]: one order for a GPU, another one for the C kernels."""
-
-    def __init__(self, of_gpu: Arrangement, kind: str) -> None:
-        """kind: of the C kernels' blocks."""
-        self._of_gpu, self._kind = of_gpu, kind
-
-    def is_used_on(self, device: torch.device) -> bool:
-        return self._of_gpu.is_used_on(device) or (device.type == "cpu" and block_kernels() is not None)
-
-    def arrange(self, tensor: torch.Tensor) -> None:
-        if ops.has_kernels(tensor.device):
-            self._of_gpu.arrange(tensor)
-        else:
-            self._interleave(tensor, is_restored=False)
-
-    def restore(self, tensor: torch.Tensor) -> None:
-        if ops.has_kernels(tensor.device):
-            self._of_gpu.restore(tensor)
-        else:
-            self._interleave(tensor, is_restored=True)
-
-    def _interleave(self, tensor: torch.Tensor, is_restored: bool) -> None:
-        kernels = block_kernels()
-        if kernels is not None and is_interleaved(tensor):
-            num_rows = tensor.shape[0] * tensor.shape[1]
-            kernels.interleave(self._kind, tensor.view(num_rows, -1), is_restored)
+__all__ = ["KernelExperts"]
 
 
 class KernelExperts(ExpertWeight):
-    def __init__(self, blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> None:
-        """blocks: [num_experts, num_outputs, groups, 16] uint8; exponents: [num_experts, num_outputs, groups] uint8,
-        both interleaved."""
-        kernels = block_kernels()
-        assert kernels is not None
-        num_experts, num_outputs, groups = exponents.shape
-        self.shape, self.dtype, self.device = (num_experts, num_outputs, _GROUP * groups), dtype, blocks.device
-        layout = BlockLayout("E2M1", _GROUP, _GROUP_BYTES, exact_form(dtype))
-        rows, by_run = blocks.view(num_experts, num_outputs, -1), exponents.view(num_experts, -1, groups, LANES)
-        self._matrices = [
-            KernelMatrix(kernels, of_expert, layout, scales=RunScales(None, scales, 0))
-            for of_expert, scales in zip(rows, by_run, strict=True)
-        ]
+    def __init__(
+        self,
+        matrix: KernelMatrix,
+        num_experts: int,
+        dtype: torch.dtype,
+        rounding: InputRounding | None = None,
+        orders: torch.Tensor | None = None,
+    ) -> None:
+        """matrix: the outputs of the experts one after the other, whole runs of each. rounding: of the inputs, which
+        the kernels do not round. orders: [num_experts, num_inputs] int64, in which each expert has its inputs."""
+        self.shape = num_experts, matrix.num_outputs // num_experts, matrix.num_inputs
+        assert self.shape[1] % LANES == 0, self.shape
+        self.dtype, self.device = dtype, torch.device("cpu")
+        self._matrix, self._rounding, self._orders = matrix, rounding, orders
 
     @property
     def stored(self) -> PackedWeight:
         raise AssertionError("for a device with kernels")
 
+    def rounded(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._rounding is None else self._rounding.rounded(rows)
+
     def numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        every_output = torch.arange(self.shape[1])
-        return torch.stack([self._matrices[expert].rows(every_output) for expert in experts.tolist()])
+        outputs = experts[:, None] * self.shape[1] + torch.arange(self.shape[1])
+        numbers = self._matrix.rows(outputs.flatten()).view(*outputs.shape, -1)
+        if self._orders is None:
+            return numbers
+        return torch.empty_like(numbers).scatter_(2, self._orders[experts, None].expand_as(numbers), numbers)
 
     def product(self, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        rows, out, begin = rows.contiguous(), rows.new_empty(len(rows), self.shape[1]), 0
-        for matrix, end in zip(self._matrices, ends.tolist(), strict=True):
-            if end > begin:
-                matrix.multiply(rows[begin:end], out[begin:end])
-            begin = end
-        return out
+        rows = rows.contiguous() if self._orders is None else rows.gather(1, self._orders[experts])
+        return self._matrix.multiply_sorted(rows, ends, rows.new_empty(len(rows), self.shape[1]))

@@ -15,7 +15,8 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import Mxfp4Format
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.model_executor import ops
-from ringcore.model_executor.expert_schemes.kernel_experts import ForDevice, KernelExperts, is_interleaved
+from ringcore.model_executor.expert_schemes.interleaved_blocks import ForDevice, interleaved_blocks, is_interleaved
+from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
 from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 from ringcore.model_executor.linear_schemes.arrangements import E2m1Blocks, ExponentsByGroup, run_of
@@ -41,14 +42,14 @@ class Mxfp4Scheme(ExpertsScheme):
         """_blocks: [num_experts, num_outputs, groups, 16] uint8; _scales: [num_experts, num_outputs, groups] uint8."""
         blocks, exponents = tensors["_blocks"], tensors["_scales"]
         if is_interleaved(blocks):
-            return KernelExperts(blocks, exponents, dtype)
+            return KernelExperts(interleaved_blocks(blocks, exponents, dtype), len(blocks), dtype)
         codes: Codes
         if ops.has_kernels(blocks.device):
             codes, scales = _BLOCKS.codes(blocks), _SCALES.scales(exponents)
         else:
             codes, scales = E2m1Codes(blocks.flatten(0, 1).flatten(1)), exponents.flatten(0, 1)
         matrix = QuantizedMatrix(codes, scales.view(torch.float8_e8m0fnu), Groups(self.format.group))
-        return QuantizedExperts(matrix, len(blocks), dtype)
+        return QuantizedExperts([matrix], len(blocks), dtype)
 
     def arrangement(self, suffix: str) -> Arrangement:
         return _OF_BLOCKS if suffix == "_blocks" else _OF_SCALES

@@ -1,6 +1,8 @@
-"""Experts whose matrices are quantized: those of all experts of a rank as one `QuantizedMatrix`."""
+"""Experts whose matrices are quantized: those of all experts of a rank as one `QuantizedMatrix`, or one for each."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,12 +23,19 @@ class QuantizedExperts(ExpertWeight):
     """The kernels expand tiles. A CPU expands some outputs of an expert with rows at a time, for each product."""
 
     def __init__(
-        self, matrix: QuantizedMatrix, num_experts: int, dtype: torch.dtype, rounding: InputRounding | None = None
+        self,
+        matrices: Sequence[QuantizedMatrix],
+        num_experts: int,
+        dtype: torch.dtype,
+        rounding: InputRounding | None = None,
     ) -> None:
-        """matrix: the outputs of the experts one after the other. rounding: of the inputs."""
-        self._matrix, self.dtype, self.device, self._rounding = matrix, dtype, matrix.scales.device, rounding
-        self.shape = num_experts, matrix.num_outputs // num_experts, matrix.num_inputs
-        self._stored = packed_weight(matrix, dtype) if ops.has_kernels(self.device) else None
+        """matrices: of each expert, or, as kernels need it, one with the outputs of the experts one after the other.
+        rounding: of the inputs."""
+        first = matrices[0]
+        self._matrices, self.dtype, self.device, self._rounding = matrices, dtype, first.scales.device, rounding
+        self._per_matrix = num_experts // len(matrices)
+        self.shape = num_experts, first.num_outputs // self._per_matrix, first.num_inputs
+        self._stored = packed_weight(first, dtype) if ops.has_kernels(self.device) else None
 
     @property
     def stored(self) -> PackedWeight:
@@ -34,13 +43,11 @@ class QuantizedExperts(ExpertWeight):
         return self._stored
 
     def rounded(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._rounding is None:
-            return rows
-        codes, scales = self._rounding(rows)
-        return (codes * scales).to(rows.dtype)
+        return rows if self._rounding is None else self._rounding.rounded(rows)
 
     def refresh(self) -> None:
-        self._matrix.derived.refresh()
+        for matrix in self._matrices:
+            matrix.derived.refresh()
 
     def numbers(self, experts: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._expanded(expert, 0, self.shape[1]) for expert in experts.tolist()])
@@ -57,5 +64,6 @@ class QuantizedExperts(ExpertWeight):
 
     def _expanded(self, expert: int, first: int, end: int) -> torch.Tensor:
         """Of outputs `first` to `end`: [n, num_inputs] float32."""
-        before = expert * self.shape[1]
-        return self._matrix.expanded(before + first, before + end)
+        index, of_matrix = divmod(expert, self._per_matrix)
+        before = of_matrix * self.shape[1]
+        return self._matrices[index].expanded(before + first, before + end)

@@ -38,6 +38,10 @@ class AwqScheme(LinearScheme):
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
+        return quantized_product(self.quantized_matrix(shard, tensors), shard, bias, updatable)
+
+    def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
+        """Of the bound tensors."""
         derived, stored, scales = Derived(), tensors["qzeros"], tensors["scales"].t()
         columns = awq_columns(places_of_outputs(shard, 8)).to(stored.device)
         groups = groups_of(shard, self.format.group)
@@ -49,11 +53,9 @@ class AwqScheme(LinearScheme):
             arrangement = self._arrangement(shard)
             quads = QuadCodes(arrangement.rows(tensors["qweight"]), arrangement.run, shard.inputs.length)
             scales = with_zero_bits(scales, zeros, derived)
-            matrix = QuantizedMatrix(quads, scales, groups, has_zero_bits=True, derived=derived)
-        else:
-            codes = AwqCodes(tensors["qweight"], columns)
-            matrix = QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), derived=derived)
-        return quantized_product(matrix, shard, bias, updatable)
+            return QuantizedMatrix(quads, scales, groups, has_zero_bits=True, derived=derived)
+        codes = AwqCodes(tensors["qweight"], columns)
+        return QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), derived=derived)
 
     def weights(self, shard: LinearShard) -> dict[str, Weight]:
         weights = LinearScheme.weights(self, shard)

@@ -64,6 +64,11 @@ class BlockKernels:
             *(_pointer, _pointer, _int32, _int64, _int64, _pointer, ctypes.c_float),
             *(_pointer, _int32, _int64, _int32, *RUN_ARGUMENTS),
         )
+        self.experts = library.blocks_experts
+        self.experts.argtypes = (
+            *(_pointer, _pointer, _int64, _pointer, _int32, _int64, _pointer, _int32, _int64),
+            *(_pointer, _int32),
+        )
         self.arrange = library.blocks_arrange
         self.arrange.argtypes = (_int32, _pointer, _int64, _int64, _int32, _pointer, _int32)
         self.rows = library.blocks_rows
@@ -218,6 +223,19 @@ class KernelMatrix:
                 *how_to_run(),
             )
         )
+        return y
+
+    def multiply_sorted(self, x: torch.Tensor, ends: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Of a matrix whose outputs are those of experts, as many of each, in whole runs. x: [n, num_inputs] sorted by
+        expert; ends: [num_experts] int32, where the rows of each end -> y: [n, num_outputs / num_experts], in one call
+        that reads experts with rows alone, for up to 64 rows of an expert once."""
+        assert x.stride(1) == y.stride(1) == 1
+        assert x.dtype == torch.bfloat16 or not self._has_pairs
+        assert ends.dtype == torch.int32
+        assert ends.is_contiguous()
+        of_rows = x.data_ptr(), KINDS[x.dtype], x.stride(0), y.data_ptr(), KINDS[y.dtype], y.stride(0)
+        threads = self._kernels.parallel, num_threads()
+        check(self._kernels.experts(self._address, ends.data_ptr(), len(ends), *of_rows, *threads))
         return y
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:

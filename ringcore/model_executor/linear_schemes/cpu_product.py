@@ -5,9 +5,9 @@ Dense and by the kernels:
 
     |                              | 1     | 4     | 16    | 64     |
     | float32, dense               | 1,861 | 1,379 | 2,567 | 8,109  |
-    | 4 bits in groups             | 350   | 1,068 | 2,421 | 7,884  |
-    | 8 bits                       | 347   | 1,139 | 2,677 | 8,168  |
-    | FP8                          | 427   | 1,271 | 2,732 | 8,274  |
+    | 4 bits in groups             | 350   | 768   | 2,421 | 7,884  |
+    | 8 bits                       | 347   | 966   | 2,677 | 8,168  |
+    | FP8                          | 427   | 1,114 | 2,732 | 8,274  |
     | bfloat16, dense              | 670   | 783   | 1,412 | 4,136  |
     | 4 bits in groups             | 256   | 537   | 1,329 | 4,732  |
     | 8 bits                       | 344   | 738   | 1,587 | 5,044  |
@@ -39,7 +39,7 @@ from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding,
 from ringcore.model_executor.linear_schemes.scaled_blocks import scaled_blocks
 from ringcore.model_executor.weight import Derived
 
-__all__ = ["cpu_product"]
+__all__ = ["cpu_product", "is_of_rounded_rows"]
 
 
 def cpu_product(
@@ -54,7 +54,7 @@ def cpu_product(
         return _of_inputs_as_they_are(matrix, bias, dtype, updatable)
     if not _is_of_integers(matrix, rounding):
         return RoundedInputs(_of_inputs_as_they_are(matrix, None, dtype, updatable), rounding, bias)
-    if rounding.format.scale == "token" and rounding.over_ranks is None and not updatable:
+    if is_of_rounded_rows(matrix, rounding) and not updatable:
         product = _by_kernels(matrix, bias, dtype, by_integers=True)
         if product is not None:
             return product
@@ -76,7 +76,7 @@ def _by_kernels(
     if kernels is None:
         return None
     order = None if index is None else index.argsort(stable=True)
-    blocks = scaled_blocks(kernels, matrix, order, bias, dtype, by_integers=by_integers)
+    blocks = scaled_blocks(kernels, [matrix], [order], bias, dtype, by_integers=by_integers)
     return None if blocks is None else BlockProduct(blocks, dtype, Derived(), order)
 
 
@@ -86,6 +86,11 @@ def _is_of_integers(matrix: QuantizedMatrix, rounding: InputRounding) -> bool:
     if form.number != "int8" or form.scale == "group":
         return False
     return isinstance(codes, ByteCodes) and not codes.is_fp8 and matrix.scales.shape[1] == 1
+
+
+def is_of_rounded_rows(matrix: QuantizedMatrix, rounding: InputRounding) -> bool:
+    """Whether the kernels round the inputs: to INT8 by row, for sums of integers."""
+    return _is_of_integers(matrix, rounding) and rounding.format.scale == "token" and rounding.over_ranks is None
 
 
 def _integer_product(matrix: QuantizedMatrix) -> Product:

@@ -41,6 +41,10 @@ class GptqScheme(LinearScheme):
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
+        return quantized_product(self.quantized_matrix(shard, tensors), shard, bias, updatable)
+
+    def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
+        """Of the bound tensors."""
         bits, derived, stored = self.format.bits, Derived(), tensors["qzeros"]
         places = places_of_outputs(shard, 32 // bits).to(stored.device)
         order = tensors["g_idx"] if self.format.has_order else None
@@ -54,11 +58,9 @@ class GptqScheme(LinearScheme):
         words = arrangement.rows(tensors["qweight"]) if has_kernels else words
         if has_kernels and bits == 4:
             quads, scales = QuadCodes(words, arrangement.run, num_inputs), with_zero_bits(scales, zeros, derived)
-            matrix = QuantizedMatrix(quads, scales, groups, has_zero_bits=True, derived=derived)
-        else:
-            codes = WordCodes(words, bits, num_inputs)
-            matrix = QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), derived=derived)
-        return quantized_product(matrix, shard, bias, updatable)
+            return QuantizedMatrix(quads, scales, groups, has_zero_bits=True, derived=derived)
+        codes = WordCodes(words, bits, num_inputs)
+        return QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), derived=derived)
 
     def weights(self, shard: LinearShard) -> dict[str, Weight]:
         weights = LinearScheme.weights(self, shard)

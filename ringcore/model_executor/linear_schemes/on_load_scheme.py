@@ -128,6 +128,10 @@ class OnLoadScheme(LinearScheme):
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
+        return quantized_product(self.quantized_matrix(shard, tensors), shard, bias, updatable)
+
+    def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
+        """Of the bound tensors."""
         encoding = EncodedRows(self.format, shard.inputs.length)
         codes, scales = encoding.views(tensors["weight"])
         stored: Codes
@@ -138,5 +142,4 @@ class OnLoadScheme(LinearScheme):
             stored = QuadCodes(words, encoding.arrangement.run, shard.inputs.length)
         else:
             stored = WordCodes(codes, 4, shard.inputs.length)
-        matrix = QuantizedMatrix(stored, scales, Groups(encoding.group), zero=8 if self.format.number == "int4" else 0)
-        return quantized_product(matrix, shard, bias, updatable)
+        return QuantizedMatrix(stored, scales, Groups(encoding.group), zero=8 if self.format.number == "int4" else 0)

@@ -47,6 +47,11 @@ class InputRounding:
         codes = (rows / scales).clamp_(-largest, largest)
         return (codes.to(torch.float8_e4m3fn).float() if self.format.number == "fp8" else codes.round_()), scales
 
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, in] -> the numbers that the codes mean, of its dtype."""
+        codes, scales = self(x)
+        return (codes * scales).to(x.dtype)
+
     def _scales(self, rows: torch.Tensor, largest: float) -> torch.Tensor:
         match self.format.scale:
             case "token":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -28,30 +29,49 @@ _ALL = 62  # the shift of a scale of all inputs
 
 def scaled_blocks(
     kernels: BlockKernels,
-    matrix: QuantizedMatrix,
-    order: torch.Tensor | None,
+    matrices: Sequence[QuantizedMatrix],
+    orders: Sequence[torch.Tensor | None],
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     *,
     by_integers: bool = False,
 ) -> KernelMatrix | None:
-    """order: in which the kernels see the inputs, sorted by group. dtype: of the inputs. by_integers: they are rounded
-    by row, and the codes are INT8 with a scale for each output. None where a block has several scales, or codes are
-    neither integers nor e4m3, or sums may overflow."""
-    kind, is_signed = _kind(matrix)
-    groups = matrix.groups.of_inputs(matrix.num_inputs, torch.device("cpu"))
-    groups = groups if order is None else groups[order]
-    size = _scale_size(groups, matrix.scales.shape[1])
-    if kind is None or size is None or (by_integers and matrix.num_inputs > _MOST_INTEGERS):
+    """Of the outputs of all matrices, which are of one format and size, one after the other; of several they must be
+    whole runs. orders: in which the kernels see the inputs of each, sorted by group. dtype: of the inputs. by_integers:
+    they are rounded by row, and the codes are INT8 with a scale for each output. None where a block has several scales,
+    or codes are neither integers nor e4m3, or sums may overflow, or a run has outputs of two matrices."""
+    (first, *others), (kind, is_signed) = matrices, _kind(matrices[0])
+    groups = [_groups(matrix, order) for matrix, order in zip(matrices, orders, strict=True)]
+    size = min(_scale_size(of_one, first.scales.shape[1]) for of_one in groups)
+    is_cut = bool(others) and first.num_outputs % LANES > 0
+    if kind is None or size < _GROUP or is_cut or (by_integers and first.num_inputs > _MOST_INTEGERS):
         return None
-    scales = _run_scales(matrix, groups, size, 128 if is_signed else 0)
-    if scales is None:
+    added = 128 if is_signed else 0
+    scales = [_run_scales(matrix, of_one, size, added) for matrix, of_one in zip(matrices, groups, strict=True)]
+    if any(of_one is None for of_one in scales):
         return None
-    rows = _rows(kernels, matrix, order, is_signed)
+    rows = torch.empty(len(matrices), first.num_outputs, first.num_inputs * first.codes.bits // 8, dtype=torch.uint8)
+    for matrix, order, out in zip(matrices, orders, rows, strict=True):
+        _fill_rows(kernels, matrix, order, is_signed, out)
+    rows = rows.flatten(0, 1)
     kernels.interleave(kind, rows)
-    num_bytes = _GROUP * matrix.codes.bits // 8
+    num_bytes = _GROUP * first.codes.bits // 8
     layout = BlockLayout(kind, _GROUP, num_bytes, "integers" if by_integers else exact_form(dtype))
-    return KernelMatrix(kernels, rows, layout, None if bias is None else bias.float(), scales)
+    return KernelMatrix(kernels, rows, layout, None if bias is None else bias.float(), _joined(scales))
+
+
+def _groups(matrix: QuantizedMatrix, order: torch.Tensor | None) -> torch.Tensor:
+    groups = matrix.groups.of_inputs(matrix.num_inputs, torch.device("cpu"))
+    return groups if order is None else groups[order]
+
+
+def _joined(scales: Sequence[RunScales | None]) -> RunScales:
+    known = [one for one in scales if one is not None]
+    if len(known) == 1:
+        return known[0]
+    assert known[0].scales is not None
+    joined = torch.cat([one.scales for one in known if one.scales is not None])
+    return RunScales(joined, torch.cat([one.zeros for one in known]), known[0].shift)
 
 
 def _kind(matrix: QuantizedMatrix) -> tuple[str | None, bool]:
@@ -64,17 +84,17 @@ def _kind(matrix: QuantizedMatrix) -> tuple[str | None, bool]:
     return None, False
 
 
-def _scale_size(groups: torch.Tensor, num_scales: int) -> int | None:
-    """Inputs that share a scale: all, or the largest power of two, and at least a block, that no group is cut by."""
+def _scale_size(groups: torch.Tensor, num_scales: int) -> int:
+    """Inputs that share a scale: all, or the largest power of two that no group is cut by; 0 where the inputs are no
+    whole blocks."""
     num_inputs = len(groups)
     if num_inputs % _GROUP:
-        return None
+        return 0
     if num_scales == 1:
         return num_inputs
     ends = (groups.diff().nonzero().flatten() + 1).tolist()
     common = math.gcd(num_inputs, *ends)
-    size = common & -common
-    return size if size >= _GROUP else None
+    return common & -common
 
 
 def _run_scales(matrix: QuantizedMatrix, groups: torch.Tensor, size: int, added: int) -> RunScales | None:
@@ -98,16 +118,20 @@ def _by_run(of_outputs: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, LANES, padded.shape[1]).transpose(1, 2).contiguous()
 
 
-def _rows(kernels: BlockKernels, matrix: QuantizedMatrix, order: torch.Tensor | None, is_signed: bool) -> torch.Tensor:
-    """[num_outputs, bytes] uint8, a copy."""
+def _fill_rows(
+    kernels: BlockKernels, matrix: QuantizedMatrix, order: torch.Tensor | None, is_signed: bool, out: torch.Tensor
+) -> None:
+    """out: [num_outputs, bytes] uint8."""
     codes = matrix.codes
     if isinstance(codes, ByteCodes):
         numbers = codes.tensor.view(torch.uint8)
         numbers = numbers if order is None else numbers.index_select(1, order)
-        return numbers ^ 128 if is_signed else numbers.clone(memory_format=torch.contiguous_format)
+        if is_signed:
+            torch.bitwise_xor(numbers, 128, out=out)
+        else:
+            out.copy_(numbers)
+        return
     assert isinstance(codes, AwqCodes | WordCodes)
     places = codes.places()
     places = places if order is None else places._replace(in_at=places.in_at[order])
-    rows = torch.empty(matrix.num_outputs, matrix.num_inputs * codes.bits // 8, dtype=torch.uint8)
-    kernels.gather(places, codes.bits, rows)
-    return rows
+    kernels.gather(places, codes.bits, out)

@@ -19,7 +19,8 @@ from ringcore.kernels.expert_matrices import (
 )
 from ringcore.model_executor import ops
 from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
-from ringcore.model_executor.expert_schemes.stacked import stacked_scheme, stacked_weight
+from ringcore.model_executor.expert_schemes.side_by_side import side_by_side
+from ringcore.model_executor.expert_schemes.stacked import ExpertStack, shares_products, stacked_scheme
 from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.layers.norm import AnyNorm
@@ -116,44 +117,55 @@ class Experts(WeightedLayer):
 
     def _weights(self, experts: Sequence[int]) -> list[Weight]:
         """Of gate and up, and of down."""
-        return [weight for shard in self._shards(experts) for weight in self._scheme.weights(shard).values()]
+        return [weight for stacks in self._stacks(experts) for one in stacks for weight in one.weights().values()]
 
-    def _shards(self, experts: Sequence[int]) -> tuple[LinearShard, LinearShard]:
-        (name, mixture), size = self._names, self._spec.intermediate_size
+    def _stacks(self, experts: Sequence[int]) -> tuple[list[ExpertStack], list[ExpertStack]]:
+        """Those of gate and up side by side; that of down."""
         *inner, outer = EXPERT_MATRICES
-        up = tuple(
-            OutputSlice(expert_matrix(mixture, expert, matrix), size, self._start, self._size)
-            for expert, matrix in itertools.product(experts, inner)
-        )
-        down = tuple(
-            OutputSlice(expert_matrix(mixture, expert, outer), self._hidden, 0, self._hidden) for expert in experts
-        )
-        inputs = InputSlice.whole(self._hidden), InputSlice(size, self._start, self._size)
-        over_ranks = self._max_over_ranks if self._size < size else None
-        return (
-            LinearShard(f"{name}.gate_up_proj", up, inputs[0], self._dtype),
-            LinearShard(f"{name}.down_proj", down, inputs[1], self._dtype, max_over_ranks=over_ranks),
-        )
+        together = [inner] if shares_products(self._scheme) else [[matrix] for matrix in inner]
+        return [self._stack(experts, matrices) for matrices in together], [self._stack(experts, [outer], is_down=True)]
+
+    def _stack(self, experts: Sequence[int], matrices: Sequence[str], is_down: bool = False) -> ExpertStack:
+        (layer, mixture), size = self._names, self._spec.intermediate_size
+        name = f"{layer}.{'_'.join(matrix.removesuffix('_proj') for matrix in matrices)}_proj"
+        total, start, length = (self._hidden, 0, self._hidden) if is_down else (size, self._start, self._size)
+        inputs = InputSlice(size, self._start, self._size) if is_down else InputSlice.whole(self._hidden)
+        over_ranks = self._max_over_ranks if is_down and self._size < size else None
+
+        def shard(expert: int) -> LinearShard:
+            names = (expert_matrix(mixture, expert, matrix) for matrix in matrices)
+            outputs = tuple(OutputSlice(one, total, start, length) for one in names)
+            return LinearShard(name, outputs, inputs, self._dtype, max_over_ranks=over_ranks)
+
+        return ExpertStack(name, self._scheme, tuple(map(shard, experts)))
 
     def _max_over_ranks(self, maxima: torch.Tensor) -> torch.Tensor:
         return self._tp.all_gather_last_dim(maxima).amax(-1, keepdim=True)
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         of_slots: list[SlotTensor] = []
-        up, down = (self._bound_weight(shard, tensors, of_slots) for shard in self._shards(self._own))
+        are_moved = self.slots is not None and self.slots.is_balanced
+        up, down = (
+            self._bound_weight(stacks, tensors, updatable or are_moved, of_slots) for stacks in self._stacks(self._own)
+        )
         if self.slots is not None:
-            self.slots.bind(up.device, of_slots, self.refresh)
+            self.slots.bind(up.device, of_slots if are_moved else [], self.refresh)
         self._matrices = ExpertMatrices(up, down, first=0 if self.slots is None else self.slots.first)
         tiles = self._arithmetic.tiles
         self._bound = BoundExperts(
             self._matrices, self._arithmetic.expert_gate, self._tp, slots=self.slots, tiles=tiles
         )
 
-    def _bound_weight(self, shard: LinearShard, tensors: Tensors, of_slots: list[SlotTensor]) -> ExpertWeight:
-        declared = self._scheme.weights(shard)
-        bound = {suffix: tensors.pop(weight.name) for suffix, weight in declared.items()}
-        of_slots += [SlotTensor(bound[suffix], weight.arrangement) for suffix, weight in declared.items()]
-        return self._arithmetic.expert_weight(stacked_weight(self._scheme, shard, bound, len(self._own)))
+    def _bound_weight(
+        self, stacks: Sequence[ExpertStack], tensors: Tensors, updatable: bool, of_slots: list[SlotTensor]
+    ) -> ExpertWeight:
+        pieces = []
+        for stack in stacks:
+            declared = stack.weights()
+            bound = {suffix: tensors.pop(weight.name) for suffix, weight in declared.items()}
+            of_slots += [SlotTensor(bound[suffix], weight.arrangement) for suffix, weight in declared.items()]
+            pieces.append(stack.bound(bound, updatable))
+        return self._arithmetic.expert_weight(side_by_side(pieces))
 
     def refresh(self) -> None:
         self._matrices.up.refresh()

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from dense_attention import DenseRun
+from safetensors.torch import save_file
 from thread_tp import on_all_ranks
-from tiny_checkpoints import MAX_LEN, hf_logits, hf_model, random_ids, save_with_tensors
+from tiny_checkpoints import MAX_LEN, hf_logits, hf_model, random_ids, save_with_tensors, saved_state
 
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.quantization import OnLoadFormat
@@ -81,6 +82,35 @@ def test_a_model_is_that_of_its_rounded_weights(tmp_path, size):
         for found in on_all_ranks(size, logits):
             torch.testing.assert_close(found, expected[number], atol=3e-4, rtol=0)
             assert torch.equal(found.argmax(-1), expected[number].argmax(-1))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    hf_model("Qwen3Moe", seed=1, num_hidden_layers=2, moe_intermediate_size=64).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("number", "size"), [("fp8", 1), ("int4", 1), ("int4", 2)])
+def test_experts_are_those_of_their_rounded_weights(mixture, tmp_path, number, size):
+    """As they are read, also a rank's share of each; packed, and from the tensors that are updated."""
+    rounded = {}
+    for name, tensor in saved_state(mixture).items():
+        split = size if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+        group = math.gcd(128, tensor.shape[-1] // split)
+        rounded[name] = expanded(tensor, number, group) if name.endswith("_proj.weight") else tensor
+    (tmp_path / "config.json").write_text((mixture / "config.json").read_text())
+    save_file(rounded, tmp_path / "model.safetensors")
+
+    def logits(tp, folder, number, updatable):
+        files, model = built(folder, number, tp)
+        model.bind(load_weights(model.weights(), files, 0, CPU), updatable=updatable)
+        return logits_of(model)
+
+    (expected,) = on_all_ranks(1, lambda tp: logits(tp, tmp_path, None, updatable=False))
+    for updatable in (False, True):
+        for found in on_all_ranks(size, lambda tp, updatable=updatable: logits(tp, mixture, number, updatable)):
+            torch.testing.assert_close(found, expected, atol=3e-4, rtol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -79,7 +79,7 @@ def test_products_are_those_of_the_expanded_weights(name, dtype):
 @pytest.mark.parametrize("name", ["4 bits, zeros", "8 bits, zeros", "int8 by channel", "fp8"])
 def test_the_codes_mean_the_same_numbers(name):
     matrix = MATRICES[name]
-    found = scaled_blocks(block_kernels(), matrix, None, None, torch.float32)
+    found = scaled_blocks(block_kernels(), [matrix], [None], None, torch.float32)
     index = torch.tensor([52, 0, 17, 17])
     assert torch.equal(found.rows(index), matrix.expanded()[index])
 

@@ -18,7 +18,8 @@ from ringcore.checkpoint.quantization.contents import check_contents
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import InvalidRequestError, ModelLoadError
 from ringcore.families import FAMILIES
-from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts, is_interleaved
+from ringcore.model_executor.expert_schemes.interleaved_blocks import is_interleaved
+from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts
 from ringcore.model_executor.expert_schemes.mxfp4_scheme import Mxfp4Scheme
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
 from ringcore.model_executor.linear_schemes.codes import E2m1Codes
@@ -237,7 +238,7 @@ def test_every_code_and_scale_means_what_the_format_says():
 @pytest.mark.skipif(not is_interleaved(torch.empty(1, 16)), reason="no C compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_multiply_by_interleaved_blocks(dtype):
-    """Every code and exponent, of experts with no row, one, and more than a tile has."""
+    """Every code and exponent, of experts with no row, one, and more than are packed at a time."""
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (4, 48, 9, 16), dtype=torch.uint8, generator=generator)
     exponents = torch.randint(117, 137, (4, 48, 9), dtype=torch.uint8, generator=generator)
@@ -250,11 +251,11 @@ def test_kernels_multiply_by_interleaved_blocks(dtype):
         scheme.arrangement(suffix).arrange(tensor)
     experts = scheme.weight(stored, dtype)
     assert torch.equal(experts.numbers(torch.tensor([3, 0])), weights[[3, 0]])
-    ends = torch.tensor([1, 1, 4, 25], dtype=torch.int32)
-    of_row = torch.arange(4).repeat_interleave(torch.tensor([1, 0, 3, 21]))
-    rows = torch.randn(25, 288, generator=generator).to(dtype)
-    expected = torch.einsum("noi,ni->no", weights[of_row].double(), rows.double())
-    sums = torch.einsum("noi,ni->no", weights[of_row].double().abs(), rows.double().abs())
+    ends = torch.tensor([1, 1, 4, 604], dtype=torch.int32)
+    of_row = torch.arange(4).repeat_interleave(torch.tensor([1, 0, 3, 600]))
+    rows = torch.randn(604, 288, generator=generator).to(dtype)
+    expected = torch.cat([rows[of_row == e].double() @ weights[e].double().T for e in range(4)])
+    sums = torch.cat([rows[of_row == e].double().abs() @ weights[e].double().abs().T for e in range(4)])
     error = (experts.product(rows, of_row, ends).double() - expected).abs()
     assert (error <= 1e-5 * sums + torch.finfo(dtype).eps * expected.abs()).all()
     for suffix, tensor in stored.items():

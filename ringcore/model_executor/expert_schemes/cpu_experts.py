@@ -1,0 +1,43 @@
+"""The product of quantized experts on a CPU: by the C kernels on a copy of the codes, else expanded by blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts
+from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
+from ringcore.model_executor.linear_schemes.block_kernels import block_kernels
+from ringcore.model_executor.linear_schemes.cpu_product import is_of_rounded_rows
+from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
+from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
+from ringcore.model_executor.linear_schemes.scaled_blocks import scaled_blocks
+
+__all__ = ["cpu_experts"]
+
+
+def cpu_experts(
+    matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, updatable: bool, rounding: InputRounding | None
+) -> ExpertWeight:
+    """matrices: of each expert, of one format and size. dtype: of the inputs. updatable: see `LinearScheme.product`.
+    rounding: of the inputs, before the product."""
+    found = None if updatable else _by_kernels(matrices, dtype, rounding)
+    return found or QuantizedExperts(matrices, len(matrices), dtype, rounding)
+
+
+def _by_kernels(
+    matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, rounding: InputRounding | None
+) -> KernelExperts | None:
+    kernels, num_experts = block_kernels(), len(matrices)
+    if kernels is None:
+        return None
+    orders = [None if one.groups.index is None else one.groups.index.argsort(stable=True) for one in matrices]
+    by_integers = rounding is not None and is_of_rounded_rows(matrices[0], rounding)
+    blocks = scaled_blocks(kernels, matrices, orders, None, dtype, by_integers=by_integers)
+    if blocks is None:
+        return None
+    known = [order for order in orders if order is not None]
+    all_orders = torch.stack(known) if known else None
+    return KernelExperts(blocks, num_experts, dtype, None if by_integers else rounding, all_orders)

@@ -1,0 +1,43 @@
+"""Experts whose outputs are those of several matrices, each with a product of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.kernels.packed_weight import PackedWeight
+
+__all__ = ["side_by_side"]
+
+
+def side_by_side(pieces: Sequence[ExpertWeight]) -> ExpertWeight:
+    """pieces: on a CPU, where there are several."""
+    return pieces[0] if len(pieces) == 1 else _SideBySide(pieces)
+
+
+class _SideBySide(ExpertWeight):
+    """Gate and up in act-order: the kernels see the inputs of each in another order."""
+
+    def __init__(self, pieces: Sequence[ExpertWeight]) -> None:
+        first = pieces[0]
+        self._pieces, self.dtype, self.device = pieces, first.dtype, first.device
+        self.shape = first.shape[0], sum(piece.shape[1] for piece in pieces), first.shape[2]
+
+    @property
+    def stored(self) -> PackedWeight:
+        raise AssertionError("for a device with kernels")
+
+    def rounded(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._pieces[0].rounded(rows)
+
+    def refresh(self) -> None:
+        for piece in self._pieces:
+            piece.refresh()
+
+    def numbers(self, experts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([piece.numbers(experts) for piece in self._pieces], 1)
+
+    def product(self, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch.cat([piece.product(rows, experts, ends) for piece in self._pieces], 1)
