@@ -33,12 +33,12 @@ class _Inner(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, layer_idx: int, noted: list[tuple[nn.Module, int]]) -> None:
         super().__init__()
-        self.inner, self.noted, self.num_calls = _Inner(layer_idx), noted, [0]
-        self.reads_index = False
+        self.inner, self.noted, self.reads_index = _Inner(layer_idx), noted, False
 
     def forward(self, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, None, torch.Tensor]:
-        self.noted.append((self.inner, self.inner.layer_idx if self.reads_index else x.shape[0]))
-        return x * self.inner.factor, None, others[0]
+        (inner,) = self.children()
+        self.noted.append((inner, inner.layer_idx if self.reads_index else x.shape[0]))
+        return x * inner.factor, None, others[0]
 
 
 class _Layers(nn.Module):
@@ -46,8 +46,6 @@ class _Layers(nn.Module):
         super().__init__()
         self.noted: list[tuple[nn.Module, int]] = []
         self.layers = nn.ModuleList(_Layer(index, self.noted) for index in range(NUM_LAYERS))
-        for layer in self.layers:
-            layer.num_calls = self.layers[0].num_calls  # attributes are the same object, or not alike
 
     def passed(self, *others: Any, has_size_alone: bool = True) -> dict[str, str]:
         """-> the layers that were not computed. others: arguments, a function for what differs by layer."""
@@ -61,7 +59,8 @@ class _Layers(nn.Module):
                 assert x.shape == (5, 3)
                 assert nothing is None
                 assert last is given[0]
-        assert all("forward" not in vars(layer) and type(layer.inner) is _Inner for layer in self.layers)
+        assert all("forward" not in vars(layer) for layer in self.layers)
+        assert {type(inner) for layer in self.layers for inner in layer.children()} == {_Inner}
         return repeated.found
 
 
@@ -83,6 +82,14 @@ def test_a_layer_with_another_attribute_is_computed() -> None:
     layers = _Layers()
     layers.layers[2].inner.factor = 3.0
     assert layers.passed(torch.empty(2)) == {"layers.1": "layers.0", "layers.3": "layers.0"}
+
+
+def test_layers_with_other_modules_are_of_another_kind() -> None:
+    layers = _Layers()
+    for layer in layers.layers[:2]:
+        layer.other = layer.inner
+        del layer.inner
+    assert layers.passed(torch.empty(2)) == {"layers.1": "layers.0", "layers.3": "layers.2"}
 
 
 @pytest.mark.parametrize("other", [lambda: torch.empty(2, device="meta"), object])

@@ -227,11 +227,10 @@ def _watched(layer: nn.Module, attributes: Collection[_Attribute]) -> Iterator[s
         return property(look)
 
     classes: dict[nn.Module, type[nn.Module]] = {}
-    by_module = {path: [name for of_path, name in attributes if of_path == path] for path, _ in attributes}
     try:
-        for path, names in by_module.items():
-            module = layer.get_submodule(path)
-            own = {name: noted((path, name)) for name in names if name in vars(module)}
+        for path, module in layer.named_modules():
+            names = [name for of_path, name in attributes if of_path == path and name in vars(module)]
+            own = {name: noted((path, name)) for name in names}
             if own:
                 classes[module] = type(module)
                 object.__setattr__(module, "__class__", type(type(module).__name__, (type(module),), own))
