@@ -91,8 +91,8 @@ class _Search:
         """alike: see `Body`. Of these layers is what was found of the other one; the whole body is tried afterwards."""
         call_of = dict(zip(layers, calls, strict=True))
         for layer, attention, call in zip(layers, attentions, calls, strict=True):
-            other = alike.get(layer)
-            if other is not None and replace(call_of[other], module=call.module) == call:
+            other = alike.get(layer, "")
+            if other in self._plans and replace(call_of[other], module=call.module) == call:
                 self._take_over(other, layer)
                 continue
             self._find_sublayers(layer, attention, call)
