@@ -10,6 +10,7 @@ from ringcore.checkpoint.eagle_head import EagleHeadSpec
 from ringcore.checkpoint.mtp_head import AnyHeadSpec, MtpHeadSpec
 from ringcore.distributed.parallel import ONLY_STAGE
 from ringcore.families import FAMILIES
+from ringcore.host.collection import without_collection
 from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.linear_schemes.schemes import schemes_of
 
@@ -45,9 +46,10 @@ def build_model(
             return native(spec, *given)
         case TransformersSpec():
             assert not arithmetic.is_batch_invariant, "refused with the options"
-            from ringcore.model_executor.models.transformers import TransformersModel  # imports transformers: seconds
+            with without_collection():  # a fifth of the time else, most of it while transformers is imported
+                from ringcore.model_executor.models.transformers import TransformersModel
 
-            return TransformersModel(spec, *given)
+                return TransformersModel(spec, *given)
         case _:
             assert_never(spec)
 

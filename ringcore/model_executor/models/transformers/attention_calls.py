@@ -10,8 +10,8 @@ batch) is refused too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ringcore.model_executor.models.transformers.alike_layers import Journal, RepeatedLayers
 from ringcore.model_executor.models.transformers.body import Body, NewTensors, TokensBefore
 from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.known_values import KnownValues
@@ -105,6 +106,10 @@ class _Recorded:
         return reach
 
 
+def _moved(one: _Recorded, modules: Mapping[nn.Module, nn.Module]) -> _Recorded:
+    return replace(one, module=modules.get(one.module, one.module))
+
+
 def _matters(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -185,8 +190,9 @@ def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
     mixing = TokenMixing(body.model, num_tokens, None if cache is None else cache.get_seq_length())
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     new = NewTensors(torch.device("meta"))
+    layers = RepeatedLayers(body.module, [Journal(recorded, _moved)], lambda one: not mixing.follows(one))
     try:
-        with torch.device("meta"), new, mixing:
+        with torch.device("meta"), new, mixing, layers.instead():
             out = body.module(input_ids=ids, **given)
     except Refused:
         raise
@@ -196,6 +202,7 @@ def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
         mixing.check(one.query, one.key, one.value, one.given.get("s_aux"))
     mixing.check(out.last_hidden_state)
     body.names_no_device = body.names_no_device or new.was_needed
+    body.alike = layers.found
     return [one.call(num_positions, is_masked=False) for one in recorded]
 
 
@@ -215,8 +222,10 @@ class _MaskedPass:
         }
         if has_positions:
             inputs["position_ids"] = self._values.known(torch.arange(num_tokens)[None])
+        journals = [Journal(self._recorded, _moved), Journal(self._values.met)]
+        layers = RepeatedLayers(module, journals, lambda one: self._values.value_of(one) is None)
         try:
-            with torch.device("meta"), mixing or nullcontext(), self._values:
+            with torch.device("meta"), mixing or layers.instead(), self._values:
                 module(**inputs, use_cache=False, ringcore=self._recorded)
         except Refused:
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,12 +64,14 @@ class Body:
     counts: whether it counts the positions of its tokens though it is given them
     in_mask: whether it hands down its mask alone, and not its keyword arguments
     names_no_device: whether it makes tensors and does not say on which device
+    alike: by name in the body, the layers that compute the same as an earlier one (`alike_layers`), and that one
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `Refused` for a model that is its own body."""
         self.model = model
         self.counts = self.in_mask = self.names_no_device = False
+        self.alike: Mapping[str, str] = {}
         self.path = _around_embeddings(model)
         self.module: PreTrainedModel = model.get_submodule(self.path)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -23,6 +22,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from ringcore.model_executor.models.transformers.operation_mode import OperationMode
 from ringcore.model_executor.models.transformers.refusal import Refused
 from ringcore.model_executor.weight import Arrangement, Uniform, Weight, WeightPart
 
@@ -231,7 +231,7 @@ def _checked(name: str, tensor: torch.Tensor, pieces: Iterable[_Piece]) -> Tenso
     return TensorLayout(name, tuple(tensor.shape), tensor.dtype, ordered)
 
 
-class _ViewsForCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
+class _ViewsForCopies(OperationMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """A copy (of `contiguous`) is the tensor itself: nothing here has values."""
 
     def __torch_dispatch__(

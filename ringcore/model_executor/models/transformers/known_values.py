@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ringcore.model_executor.models.transformers.operation_mode import OperationMode
 from ringcore.model_executor.models.transformers.token_mixing import tensors_of
 
 __all__ = ["KnownValues"]
@@ -16,7 +16,7 @@ __all__ = ["KnownValues"]
 _WITHOUT_VALUE = ("empty", "new_empty", "rand", "normal")  # what operations begin with that give any values
 
 
-class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
+class KnownValues(OperationMode):
     """Within it an operation whose tensors are all known is computed on the CPU as well, and so is known.
 
     met: the values that met a tensor that is not known, in order: all that weights and ids see of them. carried: what a

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ringcore.model_executor.models.transformers.needs import Need
+from ringcore.model_executor.models.transformers.operation_mode import OperationMode
 from ringcore.model_executor.models.transformers.refusal import CountsPositions, Refused
 
 __all__ = ["TokenMixing", "tensors_of"]
@@ -28,7 +28,7 @@ _BY_INDEX_OF_DIM = frozenset({"index_select", "gather", "scatter", "scatter_add"
 _COUNTED = "it counts the positions of its tokens itself"
 
 
-class TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
+class TokenMixing(OperationMode):
     def __init__(self, model: PreTrainedModel, num_tokens: int, before: torch.Tensor | None = None) -> None:
         """before: where the pass is told how many tokens are before each (`TokensBefore`), by which an index becomes a
         position."""
@@ -66,6 +66,10 @@ class TokenMixing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             if reason == _COUNTED:
                 raise CountsPositions(reason, Need.POSITIONS)
             raise Refused(reason, self._needs[reason])
+
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether it is not known to be computed token by token."""
+        return _storage(tensor) in self._reasons
 
     @property
     def first_refusal(self) -> Refused | None:

@@ -53,7 +53,7 @@ class Fusion:
     ) -> Self:
         """Of a body on meta, whose attention calls were recorded. num_positions: of the model."""
         prefix = f"{body.path}."
-        found = recognise(body.module, calls, num_positions, body.in_mask)
+        found = recognise(body.module, calls, num_positions, body.in_mask, body.alike)
         if body.counts:  # a sample pass is over one sequence, of few positions
             reasons = {**found.reasons, "": "its attention counts the positions of its tokens itself"}
             found = replace(found, plans={}, attentions={}, reasons=reasons)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ __all__ = [
     "NormPlan",
     "PlainPlan",
     "RotaryPlan",
+    "of_other_layer",
 ]
 
 
@@ -180,3 +182,15 @@ class LayerPlan:
     norms: LayerNorms = LayerNorms()
     scale: float = 1.0
     is_parallel: bool = False
+
+
+def of_other_layer(part: Any, layer: str, other: str) -> Any:
+    """A plan, or what it consists of, of a layer, as that of another one: by its paths."""
+    if isinstance(part, str):
+        return other + part[len(layer) :] if part == layer or part.startswith(f"{layer}.") else part
+    if isinstance(part, tuple):
+        return tuple(of_other_layer(one, layer, other) for one in part)
+    if not is_dataclass(part) or isinstance(part, type | Arguments):
+        return part
+    moved = {one.name: of_other_layer(getattr(part, one.name), layer, other) for one in fields(part)}
+    return replace(part, **moved)

@@ -8,9 +8,11 @@ and the layer is recognised if and only if the results agree.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +31,7 @@ from ringcore.model_executor.models.transformers.fusion.plan import (
     MLPPlan,
     ModulePlan,
     NormPlan,
+    of_other_layer,
 )
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised, RotarySource
 from ringcore.model_executor.models.transformers.fusion.sample_pass import (
@@ -45,9 +48,14 @@ __all__ = ["recognise"]
 
 
 def recognise(
-    body: PreTrainedModel, calls: Sequence[AttentionCall], num_positions: int, in_mask: bool = False
+    body: PreTrainedModel,
+    calls: Sequence[AttentionCall],
+    num_positions: int,
+    in_mask: bool = False,
+    alike: Mapping[str, str] | None = None,
 ) -> Recognised:
-    """body: on meta; calls: its attention calls, one a layer; num_positions: of the model. in_mask: see `Body`."""
+    """body: on meta; calls: its attention calls, one a layer; num_positions: of the model. in_mask and alike: see
+    `Body`; None: each layer is looked at."""
     names = {module: name for name, module in body.named_modules()}
     layers: list[str] = []
     try:
@@ -55,7 +63,7 @@ def recognise(
         attentions = [_child_of(layer, names[call.module]) for layer, call in zip(layers, calls, strict=True)]
         sample = run_sample(body, layers, attentions, num_positions, in_mask)
         trial = Trial(sample, body.config.get_text_config().hidden_size)
-        found = _Search(sample, trial).result(layers, attentions, calls)
+        found = _Search(sample, trial).result(layers, attentions, calls, alike or {})
         check_body(sample, trial, found, calls)
         sample.calls.clear()  # their arguments refer to the sample, which is large
         return found
@@ -67,17 +75,29 @@ class _Search:
     def __init__(self, sample: SamplePass, trial: Trial) -> None:
         self._sample, self._trial = sample, trial
         self._norms = find_norms(sample)
+        self._plans: dict[str, LayerPlan] = {}
         self._attentions: dict[str, AnyAttentionPlan] = {}
         self._mlps: dict[str, MLPPlan] = {}
         self._reasons: dict[str, str] = {}
         self._last_form = 0  # of the layer before, which is tried first
 
-    def result(self, layers: Sequence[str], attentions: Sequence[str], calls: Sequence[AttentionCall]) -> Recognised:
-        plans: dict[str, LayerPlan] = {}
+    def result(
+        self,
+        layers: Sequence[str],
+        attentions: Sequence[str],
+        calls: Sequence[AttentionCall],
+        alike: Mapping[str, str],
+    ) -> Recognised:
+        """alike: see `Body`. Of these layers is what was found of the other one; the whole body is tried afterwards."""
+        call_of = dict(zip(layers, calls, strict=True))
         for layer, attention, call in zip(layers, attentions, calls, strict=True):
+            other = alike.get(layer, "")
+            if other in self._plans and replace(call_of[other], module=call.module) == call:
+                self._take_over(other, layer)
+                continue
             self._find_sublayers(layer, attention, call)
             try:
-                plans[layer] = self._layer(layer, attention, call)
+                self._plans[layer] = self._layer(layer, attention, call)
             except NotRecognised as error:
                 self._reasons[layer] = str(error)
         of_layers = [self._sample.of(layer) for layer in layers]
@@ -89,7 +109,7 @@ class _Search:
         called = {call.name for call in self._sample.calls if isinstance(call.module, SampleLinear)}
         return Recognised(
             tuple(layers),
-            plans,
+            self._plans,
             self._attentions,
             self._mlps,
             self._norms,
@@ -100,6 +120,16 @@ class _Search:
             frozenset(called),
             frozenset(continues),
         )
+
+    def _take_over(self, other: str, layer: str) -> None:
+        """What was found of another layer that computes the same."""
+        name = re.compile(rf"{re.escape(other)}\b")
+        kinds: list[dict[str, Any]] = [self._plans, self._attentions, self._mlps]
+        for kind in kinds:
+            found = {path: plan for path, plan in kind.items() if name.match(path)}
+            kind.update((name.sub(layer, path), of_other_layer(plan, other, layer)) for path, plan in found.items())
+        reasons = {path: reason for path, reason in self._reasons.items() if name.match(path)}
+        self._reasons.update((name.sub(layer, path), name.sub(layer, reason)) for path, reason in reasons.items())
 
     def _find_sublayers(self, layer: str, attention: str, call: AttentionCall) -> None:
         try:

@@ -21,9 +21,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from ringcore.model_executor.models.transformers.attention_calls import in_one_line
 from ringcore.model_executor.models.transformers.construction import make_buffers
 from ringcore.model_executor.models.transformers.fusion.sample_modules import (
-    NUM_IDS,
     NotRecognised,
     SampleLinear,
+    SampleNumbers,
     fill,
     replace_large,
 )
@@ -161,15 +161,15 @@ def run_sample(
 ) -> SamplePass:
     """body: on meta; layers and attentions: the names in it of its decoder layers and of their attention sublayers.
     num_positions: of the model. in_mask: see `Body`. Raises `NotRecognised` where a copy of it cannot be run."""
-    generator = torch.Generator().manual_seed(0)
+    numbers = SampleNumbers(seed=0)
     body = copy.deepcopy(body)
     make_buffers(body)
     body.config.dtype = torch.float32
     body.config._attn_implementation = _SAMPLE
     for layer, attention in zip(layers, attentions, strict=True):
-        replace_large(body, layer, attention, generator)
-    fill(body, generator)
-    ids = torch.randint(NUM_IDS, (1, _NUM_TOKENS), generator=generator)
+        replace_large(body, layer, attention, numbers)
+    fill(body, numbers)
+    ids = numbers.ids(1, _NUM_TOKENS)
     positions = _POSITION_STEP * torch.arange(_NUM_TOKENS)[None]
     far = positions.clone()
     far[0, -1] = max(num_positions - 1, int(far[0, -1]))  # some scale queries by their position, beyond thousands
