@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import signal
 import socket
@@ -192,6 +193,8 @@ async def _serve(
         )
         write_alike("uvicorn", "uvicorn.access")
         server = Server(config, engine, *end_s, app.state.service.begin_ending)
+        gc.collect()
+        gc.freeze()  # objects of start-up live as long as the process: later collections, which hold all up, skip them
         await server.serve(sockets=[listening])
         return server.exit_code
 
