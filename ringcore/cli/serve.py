@@ -185,12 +185,8 @@ async def _serve(
         app = create_app(engine, options)
         if options.batch_dir is not None:
             app.state.batches.start()
-        config = http_config(
-            app,
-            options,
-            access_log=access_log,
-            timeout_graceful_shutdown=round(end_s[0] + _END_S),
-        )
+        end = round(end_s[0] + _END_S)
+        config = http_config(app, options, access_log=access_log, timeout_graceful_shutdown=end)
         write_alike("uvicorn", "uvicorn.access")
         server = Server(config, engine, *end_s, app.state.service.begin_ending)
         gc.collect()

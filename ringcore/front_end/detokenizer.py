@@ -93,9 +93,7 @@ class Detokenizer:
         self._stream = stream
         self._matcher: StopStringMatcher | None = None
         if params.stop_strings:
-            self._matcher = StopStringMatcher(
-                params.stop_strings, include_in_output=params.include_stop_str_in_output
-            )
+            self._matcher = StopStringMatcher(params.stop_strings, include_in_output=params.include_stop_str_in_output)
         self._shows_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self.num_tokens = 0

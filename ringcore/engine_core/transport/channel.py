@@ -195,8 +195,8 @@ class ClientChannel:
         self._wakeup_fds = (engine_fd, closing_fd)
         self._limits = limits or FrameLimits()
         self._encoder = encoder()
-        self._reader = FrameReader(sock, self._limits, reads_ahead=True)
-        self._inbox: _Inbox[EngineMessage] = _Inbox(self._reader, EngineMessage)
+        self.reader = FrameReader(sock, self._limits, reads_ahead=True)
+        self._inbox: _Inbox[EngineMessage] = _Inbox(self.reader, EngineMessage)
         self._writer = FrameWriter(sock)
         self._sending = threading.Lock()
         self._is_closed = False
@@ -303,16 +303,6 @@ class ClientChannel:
             return self._inbox.receive()
         except FrameError as error:
             raise EngineDeadError(f"the engine's stream cannot be read: {error}", process="engine") from error
-
-    @property
-    def has_read_ahead(self) -> bool:
-        """Whether bytes are here that the socket, which is polled, has no more."""
-        return self._reader.has_read_ahead
-
-    @property
-    def may_have_more(self) -> bool:
-        """False if nothing was left, in the socket or here, when it was last read from."""
-        return self._reader.may_have_more
 
     def close(self) -> None:
         """Idempotent. No thread may be in `send` or `receive`."""

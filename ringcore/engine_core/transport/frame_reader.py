@@ -174,4 +174,5 @@ def _use_ahead(incoming: _Incoming, filled: int) -> _Incoming:
     taken = data[used : used + len(incoming.piece) - filled]
     incoming.piece[filled : filled + len(taken)] = taken
     used += len(taken)
-    return incoming._replace(moved=[filled + len(taken)], ahead=_Ahead([data], used) if used < len(data) else _Ahead([]))
+    rest = _Ahead([data], used) if used < len(data) else _Ahead([])
+    return incoming._replace(moved=[filled + len(taken)], ahead=rest)
