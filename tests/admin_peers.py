@@ -22,7 +22,8 @@ from ringcore.engine_core.admin.local_listener import LocalListener
 from ringcore.engine_core.admin.local_name import LocalName
 from ringcore.engine_core.admin.public_methods import PublicMethods
 from ringcore.engine_core.core import EngineCore
-from ringcore.engine_core.transport.framing import FrameLimits, FrameReader, StreamClosed, encode_frame
+from ringcore.engine_core.transport.frame_reader import FrameReader
+from ringcore.engine_core.transport.framing import FrameLimits, StreamClosed, encode_frame
 from ringcore.errors import WorkerError
 from ringcore.executor.value_codec import decode_request, encode_request, encode_value
 from ringcore.protocol.codec import decoder, encoder

@@ -12,18 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from ringcore.checkpoint import ModelFiles
 from ringcore.checkpoint.chat_template import ChatTemplate, conversation_json, request_template
 from ringcore.checkpoint.gguf_tokenizer import read_gguf_tokenizer
+from ringcore.checkpoint.incremental_decoder import IncrementalDecoder, TokenTexts
 from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.checkpoint.token_lengths import TokenLengths
 from ringcore.checkpoint.tokenizer_files import TokenizerFiles, check_tokenizer_folder, read_tokenizer_folder
 from ringcore.errors import InvalidRequestError
 
 __all__ = [
-    "IncrementalDecoder",
     "Tokenizer",
     "check_tokenizer_files",
     "check_unicode",
@@ -31,13 +29,6 @@ __all__ = [
     "read_tokenizer_files",
 ]
 
-_REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
-# Prompt tokens that give a completion's decoder its context: a SentencePiece decoder drops the space before the first
-# word.
-_CONTEXT_TOKENS = 8
-# Consecutive tokens that may be held back without text. A character has at most 4 bytes, so a longer run consists of
-# skipped special tokens or of invalid UTF-8: it is flushed, which bounds the work per token.
-_MAX_HELD_TOKENS = 64
 _LONG_TEXT = 1 << 12  # characters, which take some milliseconds
 
 
@@ -81,6 +72,7 @@ class Tokenizer:
         self._files = files
         self._backend = files.backend
         self._chat_template: ChatTemplate | None = None
+        self._texts: dict[bool, TokenTexts] = {}  # by skip_special_tokens
 
     @property
     def vocab_size(self) -> int:
@@ -149,7 +141,11 @@ class Tokenizer:
 
     def stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
         """A decoder for one completion, which follows `prompt_ids`."""
-        return IncrementalDecoder(self, skip_special_tokens, prompt_ids)
+        texts = self._texts.get(skip_special_tokens)
+        if texts is None:
+            texts = TokenTexts(self, self._backend, skip_special_tokens, self._anchor)
+            texts = self._texts.setdefault(skip_special_tokens, texts)
+        return IncrementalDecoder(self, self._backend, texts, skip_special_tokens, prompt_ids)
 
     @property
     def has_chat_template(self) -> bool:
@@ -205,51 +201,3 @@ class Tokenizer:
                 )
             self._chat_template = ChatTemplate(self._files.chat_template, self._files.special_tokens, self._files.path)
         return self._chat_template.render(conversation)
-
-
-class IncrementalDecoder:
-    """Incremental detokenizer of one completion, which never returns a partial character.
-
-    The pieces and the flush, joined, equal the text of decoding all tokens at once; only for invalid UTF-8 a
-    SentencePiece decoder may return a different number of U+FFFD, since it decodes runs of bytes as a whole.
-    `_held`: the tokens since text was last returned. `_context`: the tokens of that text, which `flush` needs to decode
-    the rest.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._backend = tokenizer._backend
-        self._skip_special_tokens = skip_special_tokens
-        context = list(prompt_ids[-_CONTEXT_TOKENS:])
-        if context and tokenizer.decode(context, skip_special_tokens).endswith(_REPLACEMENT):
-            context = []  # the prompt ends within a character, which is not part of the completion's text
-        self._restart(context)
-
-    def _restart(self, context: list[int]) -> None:
-        self._context = context
-        self._held: list[int] = []
-        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
-
-    def append(self, token_id: int) -> str:
-        """The text completed by this token; "" within a character."""
-        self._held.append(token_id)
-        try:
-            text: str | None = self._stream.step(self._backend, token_id)
-        except Exception as error:  # tokenizers raises plain Exception
-            # The returned text is not a prefix of the new decoding: invalid bytes were regrouped.
-            if "prefix" not in str(error).lower():
-                raise
-            return self.flush()
-        if text:
-            self._context, self._held = self._held, []
-            return text
-        return self.flush() if len(self._held) >= _MAX_HELD_TOKENS else ""
-
-    def flush(self) -> str:
-        """The text of the tokens held back, at the end of the completion; a partial character is U+FFFD."""
-        if not self._held:
-            return ""
-        before = self._tokenizer.decode(self._context, self._skip_special_tokens)
-        text = self._tokenizer.decode(self._context + self._held, self._skip_special_tokens)
-        self._restart(self._held)
-        return text[len(before) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import signal
 import socket
@@ -184,14 +185,12 @@ async def _serve(
         app = create_app(engine, options)
         if options.batch_dir is not None:
             app.state.batches.start()
-        config = http_config(
-            app,
-            options,
-            access_log=access_log,
-            timeout_graceful_shutdown=round(end_s[0] + _END_S),
-        )
+        end = round(end_s[0] + _END_S)
+        config = http_config(app, options, access_log=access_log, timeout_graceful_shutdown=end)
         write_alike("uvicorn", "uvicorn.access")
         server = Server(config, engine, *end_s, app.state.service.begin_ending)
+        gc.collect()
+        gc.freeze()  # objects of start-up live as long as the process: later collections, which hold all up, skip them
         await server.serve(sockets=[listening])
         return server.exit_code
 

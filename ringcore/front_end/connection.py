@@ -70,6 +70,8 @@ class EngineConnection:
         if self._peer_closed_s is not None:
             left_s = max(0.0, self._peer_closed_s + _EXIT_AFTER_CLOSE_S - time.monotonic())
             timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
+        if self._channel.reader.has_read_ahead:  # left by an interrupt
+            timeout_s = 0.0
         ready = self._poll.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1e3))
         self._has_ended = any(fd == self._process.pidfd for fd, _ in ready)
 
@@ -83,6 +85,8 @@ class EngineConnection:
         try:
             while (received := self._channel.receive()) is not None:
                 yield received
+                if not self._channel.reader.may_have_more:
+                    return
         except StreamClosed:
             if self._peer_closed_s is None:
                 self._peer_closed_s = time.monotonic()

@@ -91,7 +91,9 @@ class Detokenizer:
 
     def __init__(self, stream: TokenStream, params: SamplingParams) -> None:
         self._stream = stream
-        self._matcher = StopStringMatcher(params.stop_strings, include_in_output=params.include_stop_str_in_output)
+        self._matcher: StopStringMatcher | None = None
+        if params.stop_strings:
+            self._matcher = StopStringMatcher(params.stop_strings, include_in_output=params.include_stop_str_in_output)
         self._shows_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self.num_tokens = 0
@@ -106,25 +108,37 @@ class Detokenizer:
 
     def take(self) -> str:
         """The text since the last call; `text` then begins after it."""
-        text, self._pieces = self.text, []
-        return text
+        pieces = self._pieces
+        if not pieces:
+            return ""
+        self._pieces = []
+        return pieces[0] if len(pieces) == 1 else "".join(pieces)
 
-    def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
+    def append(self, token_id: int, is_stop_token: bool = False) -> str | None:
         """Appends one token; returns the stop string that it completed, which ends the text."""
         self.num_tokens += 1
         if is_stop_token and not self._shows_stop:
             return None
-        return self._append_text(self._stream.append(token_id))
+        text = self._stream.append(token_id)
+        if self._matcher is not None:
+            return self._match(self._matcher, text)
+        if text:
+            self._pieces.append(text)
+        return None
 
     def finish(self) -> str | None:
         """Appends the text held back. Returns the stop string that this completed, if any."""
-        stop = self._append_text(self._stream.flush())
+        text = self._stream.flush()
+        if self._matcher is None:
+            self._pieces.append(text)
+            return None
+        stop = self._match(self._matcher, text)
         if stop is None:
             self._pieces.append(self._matcher.release())
         return stop
 
-    def _append_text(self, text: str) -> str | None:
-        released, stop = self._matcher.feed(text, may_stop=self.num_tokens >= self._min_tokens)
+    def _match(self, matcher: StopStringMatcher, text: str) -> str | None:
+        released, stop = matcher.feed(text, may_stop=self.num_tokens >= self._min_tokens)
         if released:
             self._pieces.append(released)
         return stop

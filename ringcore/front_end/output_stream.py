@@ -14,13 +14,17 @@ class BegunStream(Protocol):
     """A request that was sent to an engine. All is called in the thread of its reader's loop, but `drop` by finalizers
     too."""
 
-    async def next(self) -> RequestOutput:
-        """Waits for the output since the last call. Raises the error that ended the request, and `StopAsyncIteration`
-        if it was dropped."""
+    def take(self) -> RequestOutput | None:
+        """The output since the last call; None if there is none yet. Raises the error that ended the request, and
+        `StopAsyncIteration` if it was dropped."""
+        ...
+
+    def wait(self) -> Awaitable[None]:
+        """Ends when `take`, which has just returned None, may return something else."""
         ...
 
     def wake(self) -> None:
-        """Ends a wait in `next`, which looks again."""
+        """Ends a `wait`."""
         ...
 
     def drop(self) -> None:
@@ -47,7 +51,9 @@ class OutputStream(AsyncIterator[RequestOutput]):
                 self._stream = await self._begin()
                 if self._is_over:  # closed meanwhile
                     self._end()
-            output = await self._stream.next()
+            stream = self._stream
+            while (output := stream.take()) is None:
+                await stream.wait()
             if output.error is not None:
                 raise output.error
         except BaseException:  # a cancellation too
@@ -55,7 +61,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
             raise
         finally:
             self._is_reading = False
-        self._is_over = self._is_over or output.finished
+        if output.finished:
+            self._is_over = True
         return output
 
     async def aclose(self) -> None:

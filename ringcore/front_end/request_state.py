@@ -85,10 +85,11 @@ class RequestState:
         with self._lock:
             if self.is_over:
                 return 0, False
-            before = completion.first_scheduled_s, completion.num_preemptions
-            num_new = completion.update(output)
-            if before != (output.first_scheduled_s, output.num_preemptions):
+            if output.first_scheduled_s != completion.first_scheduled_s or (
+                output.num_preemptions != completion.num_preemptions
+            ):
                 self._metrics = None
+            num_new = completion.update(output)
             if output.prompt_logprobs is not None:
                 self._prompt_positions = prompt_positions(output.prompt_logprobs, self._token_text)
             if output.pooled is not None:
@@ -101,7 +102,8 @@ class RequestState:
                 self._end(error_of(output.error), now)
             elif completion.finish_reason is not None and not self.unfinished_ids:
                 self._end(None, now)
-            self._has_output = self._has_output or self.is_over or self._kind != "final"
+            if self.is_over or self._kind != "final":
+                self._has_output = True
             return num_new, self._has_output
 
     def end(self, now: float) -> None:
@@ -140,19 +142,21 @@ class RequestState:
             if not self._has_output:
                 return None
             self._has_output = False
-            self._metrics = self._metrics or self.metrics()
-            outputs = [one.take(is_delta=self._kind == "delta", is_last=self.is_over) for one in self.completions]
+            if self._metrics is None:
+                self._metrics = self.metrics()
+            is_delta = self._kind == "delta"
+            outputs = [one.take(is_delta, self.is_over) for one in self.completions]
             failed_at_once = self.error is not None and self._first_token_s is None
-            return RequestOutput(
-                request_id=self.request_id,
-                prompt=self._prompt,
-                prompt_token_ids=self._request.prompt_token_ids,
-                outputs=[] if failed_at_once else outputs,
-                num_cached_tokens=self.completions[0].num_cached_tokens,
-                metrics=self._metrics,
-                error=self.error,
-                prompt_logprobs=self._take_prompt_positions(),
-                pooled=self._pooled,
+            return RequestOutput(  # by position: one of the hottest calls of a service
+                self.request_id,
+                self._prompt,
+                self._request.prompt_token_ids,
+                [] if failed_at_once else outputs,
+                self.completions[0].num_cached_tokens,
+                self._metrics,
+                self.error,
+                None if self._prompt_positions is None else self._take_prompt_positions(),
+                self._pooled,
             )
 
     def _take_prompt_positions(self) -> PromptPositions | None:
@@ -217,30 +221,29 @@ class Completion:
 
     def update(self, output: EngineCoreOutput) -> int:
         """Applies an output; returns how many of its tokens belong to the completion."""
-        num_before = len(self._token_ids)
         self.num_cached_tokens, self.num_preemptions = output.num_cached_tokens, output.num_preemptions
         self.first_scheduled_s = output.first_scheduled_s
-        stop = self._append_tokens(output)
-        if stop is None and output.finish_reason is not None:
+        num_new, stop = self._append_tokens(output)
+        if output.finish_reason is not None and stop is None:
             stop = self._detokenizer.finish()
         if stop is not None and output.error is None:
             self.finish_reason, self._stop_reason = "stop", stop
         elif output.finish_reason is not None:
             self.finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
-        return len(self._token_ids) - num_before
+        return num_new
 
-    def _append_tokens(self, output: EngineCoreOutput) -> str | None:
-        """Appends tokens up to the one that completes a stop string, which is returned."""
-        last = len(output.new_token_ids) - 1
-        for i, token_id in enumerate(output.new_token_ids):
+    def _append_tokens(self, output: EngineCoreOutput) -> tuple[int, str | None]:
+        """Appends tokens up to the one that completes a stop string, which is returned with their number."""
+        token_ids, append = output.new_token_ids, self._detokenizer.append
+        stop_token_at = len(token_ids) - 1 if output.finish_reason == "stop" else None
+        for i, token_id in enumerate(token_ids):
             self._token_ids.append(token_id)
             if self._logprobs is not None and output.logprobs is not None:
                 self._append_logprobs(output.logprobs[i])
-            is_stop_token = i == last and output.finish_reason == "stop"
-            stop = self._detokenizer.append(token_id, is_stop_token=is_stop_token)
+            stop = append(token_id, i == stop_token_at)
             if stop is not None:
-                return stop
-        return None
+                return i + 1, stop
+        return len(token_ids), None
 
     def _append_logprobs(self, position: TokenLogprobs) -> None:
         assert self._logprobs is not None
@@ -252,7 +255,7 @@ class Completion:
             }
         )
 
-    def take(self, *, is_delta: bool, is_last: bool) -> CompletionOutput:
+    def take(self, is_delta: bool, is_last: bool) -> CompletionOutput:
         """The output since the last call (delta), or all so far. The caller owns the lists."""
         text = self._detokenizer.take() if is_delta else self._detokenizer.text
         token_ids, logprobs = self._token_ids, self._logprobs
@@ -260,14 +263,9 @@ class Completion:
             self._token_ids, self._logprobs = [], None if logprobs is None else []
         elif not is_last:
             token_ids, logprobs = token_ids.copy(), None if logprobs is None else logprobs.copy()
+        cumulative_logprob = None if logprobs is None else self._cumulative_logprob
         return CompletionOutput(
-            index=self._index,
-            text=text,
-            token_ids=token_ids,
-            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
-            logprobs=logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
+            self._index, text, token_ids, cumulative_logprob, logprobs, self.finish_reason, self._stop_reason
         )
 
 

@@ -2,7 +2,7 @@
 
     event loops                       the engine's threads
     RequestStreams.add  ──queue─────▶ sender    ──▶ engine process
-    RequestStream.next  ◀─state─────  receiver  ◀── engine process
+    RequestStream.take  ◀─state─────  receiver  ◀── engine process
                         ◀─wake: one call_soon_threadsafe per message and loop
 
 No event loop blocks on the engine: only the sender thread does, which also keeps requests and aborts in order. The
@@ -17,7 +17,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, KeysView, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from ringcore.front_end.front_end import FrontEnd, start_engine
 from ringcore.front_end.input_processor import PreparedRequest
 from ringcore.front_end.observers import FrontEndObserver
 from ringcore.front_end.request_state import RequestState, id_in_use
+from ringcore.front_end.waiter import Waiter, set_all
 from ringcore.params.outputs import RequestOutput
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.tracing import Tracer, now_ns
@@ -41,7 +42,8 @@ _log = logging.getLogger(__name__)
 
 
 class RequestStream:
-    """One request and its reader: a `BegunStream`. `next` and `wake` are called only in the thread of `loop`."""
+    """One request and its reader: a `BegunStream`. All but `drop` is called only in the thread of
+    `loop`."""
 
     def __init__(self, streams: RequestStreams, state: RequestState, loop: asyncio.AbstractEventLoop) -> None:
         self.streams = streams  # of the engine that it was sent to
@@ -49,30 +51,26 @@ class RequestStream:
         self.loop = loop
         self.error: RingcoreError | None = None  # set before the last wake
         self.is_dropped = False
-        self._waiter: asyncio.Future[None] | None = None
+        self.waiter = Waiter(loop)  # of the reader
 
-    async def next(self) -> RequestOutput:
-        """Waits for the output since the last call. Raises the error that ended the request, and `StopAsyncIteration`
-        if it was dropped."""
-        while (output := self.state.take()) is None:
+    def take(self) -> RequestOutput | None:
+        output = self.state.take()
+        if output is None:
             if self.is_dropped:
                 raise StopAsyncIteration
             if self.error is not None:
                 raise copy.copy(self.error)  # a traceback belongs to one raise
             self.streams.client.owner.check()
-            self._waiter = self.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
         return output
+
+    def wait(self) -> Awaitable[None]:
+        return self.waiter
 
     def drop(self) -> None:
         self.streams.drop(self)
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.loop.call_soon(self.waiter.set)
 
 
 OnEnd = Callable[["RequestStreams", RingcoreError], Callable[[], None]]
@@ -218,13 +216,12 @@ class RequestStreams:
         if began:
             self._tracer.record((WOKEN.number, began, now_ns(), len(changed)))
 
-    def _wake(self, streams: Iterable[RequestStream]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
-        for stream in streams:
-            by_loop.setdefault(stream.loop, []).append(stream)
-        for loop, its_streams in by_loop.items():
+    def _wake(self, streams: Collection[RequestStream]) -> None:
+        loops = {stream.loop for stream in streams}
+        for loop in loops:
+            its_streams = streams if len(loops) == 1 else [one for one in streams if one.loop is loop]
             try:
-                loop.call_soon_threadsafe(_wake_all, its_streams)
+                loop.call_soon_threadsafe(set_all, [one.waiter for one in its_streams])
             except RuntimeError:  # the loop is closed, and its readers with it
                 for stream in its_streams:
                     self.drop(stream)
@@ -286,11 +283,6 @@ class RequestStreams:
             except Empty:
                 return
         self._drained.put(None)  # for the next waiting thread
-
-
-def _wake_all(streams: list[RequestStream]) -> None:
-    for stream in streams:
-        stream.wake()
 
 
 def _internal_error(error: BaseException) -> EngineDeadError:

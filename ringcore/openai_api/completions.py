@@ -28,6 +28,9 @@ class _Echo:
     positions: Sequence[dict[int, Logprob]] = ()
 
 
+_NO_ECHO = _Echo()
+
+
 class Completions:
     """One body: each of its prompts is one engine request with n choices, numbered prompt by prompt. Raises
     `InvalidRequestError` and `ApiError`.
@@ -102,26 +105,29 @@ class Completions:
         n = self._params.n
         is_begun, offsets, finished = [False] * n, [0] * n, set[int]()
         waiting: list[RequestOutput] = []  # until the prompt's log-probabilities arrive with one of the n completions
-        echo = _Echo()
+        echo, is_early = _NO_ECHO, True
+        sends_token_ids = bool(self._body.return_token_ids)
 
         async def take(output: RequestOutput) -> None:
-            nonlocal echo
-            if not any(is_begun):
-                waiting.append(output)
-                if self._is_early(output):
-                    return
-                self._answer.count_prompt(output)
-                echo = self._echo(output)
-            for ready in waiting or [output]:
+            nonlocal echo, is_early
+            if not is_early:
+                await give(output)
+                return
+            waiting.append(output)
+            if self._is_early(output):
+                return
+            is_early = False
+            self._answer.count_prompt(output)
+            echo = self._echo(output)
+            for ready in waiting:
                 await give(ready)
             waiting.clear()
 
         async def give(output: RequestOutput) -> None:
             self._count_completions(output)
-            sends_token_ids = bool(self._body.return_token_ids)
             for completion in changed_completions(output, finished, sends_token_ids=sends_token_ids):
                 i = completion.index
-                choice, offsets[i] = self._choice(index, completion, _Echo() if is_begun[i] else echo, offsets[i])
+                choice, offsets[i] = self._choice(index, completion, _NO_ECHO if is_begun[i] else echo, offsets[i])
                 if sends_token_ids and not is_begun[i]:
                     choice["prompt_token_ids"] = output.prompt_token_ids
                 is_begun[i] = True
@@ -156,7 +162,7 @@ class Completions:
     def _echo(self, output: RequestOutput) -> _Echo:
         """The echoed prompt before a completion; empty without `echo`."""
         if not self._body.echo:
-            return _Echo()
+            return _NO_ECHO
         tokenizer = self._model.engine.get_tokenizer()
         text = output.prompt
         if text is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -151,7 +151,8 @@ class Answer:
         self.cached_tokens += output.num_cached_tokens
 
     def count_completions(self, output: RequestOutput) -> None:
-        self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
 
     def usage(self) -> UsageInfo:
         return UsageInfo(
@@ -164,8 +165,9 @@ class Answer:
 
 def changed_completions(
     output: RequestOutput, finished: set[int], *, sends_token_ids: bool = False
-) -> Iterator[CompletionOutput]:
+) -> list[CompletionOutput]:
     """The completions of a delta output that have something to send. `finished`: those whose end was sent."""
+    changed = []
     for completion in output.outputs:
         if completion.index in finished:
             continue
@@ -173,7 +175,8 @@ def changed_completions(
             finished.add(completion.index)
         elif not completion.text and not completion.logprobs and not (sends_token_ids and completion.token_ids):
             continue  # for example a token that is part of a character
-        yield completion
+        changed.append(completion)
+    return changed
 
 
 async def all_of(works: list[Coroutine[Any, Any, None]]) -> None:

@@ -77,4 +77,7 @@ class RequestOutput:
     def finished(self) -> bool:
         if self.error is not None:
             return True
-        return bool(self.outputs) and None not in [one.finish_reason for one in self.outputs]
+        for one in self.outputs:
+            if one.finish_reason is None:
+                return False
+        return bool(self.outputs)

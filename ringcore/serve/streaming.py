@@ -90,8 +90,8 @@ class _Events:
 
     def __init__(self, send: Send, form: EventForm) -> None:
         self._send, self._form = send, form
-        self._send_lock = asyncio.Lock()
-        self._is_started = False
+        self._head_lock = asyncio.Lock()
+        self._is_started = self._has_head = False  # the head is being sent, or was; it was
 
     async def run(self, produce: Callable[[Emit], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -108,11 +108,17 @@ class _Events:
 
     async def _emit(self, value: Any) -> None:
         event = self._form.event(value)
-        async with self._send_lock:  # back-pressure: waits for a slow client, while the front end merges outputs
-            if not self._is_started:
-                self._is_started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        if not self._has_head:
+            async with self._head_lock:
+                await self._send_head()
+        # Back-pressure: it waits for a slow client, while the front end merges outputs.
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def _send_head(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self._has_head = True
 
     async def _end(self) -> None:
         await self._send({"type": "http.response.body", "body": self._form.end, "more_body": False})

@@ -11,11 +11,11 @@ import sys
 import numpy as np
 import pytest
 
-from ringcore.engine_core.transport import framing
+from ringcore.engine_core.transport import frame_reader, framing
+from ringcore.engine_core.transport.frame_reader import FrameReader
 from ringcore.engine_core.transport.framing import (
     FrameError,
     FrameLimits,
-    FrameReader,
     FrameWriter,
     StreamClosed,
     encode_frame,
@@ -48,9 +48,14 @@ def header(num_buffers, message_bytes, magic=b"ringcor1"):
     return struct.pack("<8sII", magic, num_buffers, message_bytes)
 
 
-def test_a_frame_whole(pair):
+@pytest.fixture(params=[False, True], ids=["frame by frame", "ahead"])
+def reads_ahead(request):
+    return request.param
+
+
+def test_a_frame_whole(pair, reads_ahead):
     a, b = pair
-    reader = FrameReader(b, LIMITS)
+    reader = FrameReader(b, LIMITS, reads_ahead=reads_ahead)
     for message, buffers in FRAMES:
         a.send(raw(message, buffers))
     for message, buffers in FRAMES:
@@ -59,9 +64,9 @@ def test_a_frame_whole(pair):
 
 
 @pytest.mark.parametrize(("message", "buffers"), FRAMES)
-def test_a_frame_cut_at_every_byte(pair, message, buffers):
+def test_a_frame_cut_at_every_byte(pair, reads_ahead, message, buffers):
     a, b = pair
-    reader = FrameReader(b, LIMITS)
+    reader = FrameReader(b, LIMITS, reads_ahead=reads_ahead)
     data = raw(message, buffers) + raw(b"next")
     first = len(raw(message, buffers))
     for cut in range(1, len(data)):
@@ -74,14 +79,35 @@ def test_a_frame_cut_at_every_byte(pair, message, buffers):
         assert got == [(message, buffers), (b"next", [])]
 
 
-def test_a_frame_byte_by_byte(pair):
+def test_a_frame_byte_by_byte(pair, reads_ahead):
     a, b = pair
-    reader = FrameReader(b, LIMITS)
+    reader = FrameReader(b, LIMITS, reads_ahead=reads_ahead)
     data = raw(b"xyz", [b"1" * 20, b"", b"2" * 30])
     for i in range(len(data)):
         assert reader.read() is None
         a.send(data[i : i + 1])
     assert contents(reader.read()) == (b"xyz", [b"1" * 20, b"", b"2" * 30])
+
+
+def test_frames_read_ahead_are_seen_without_the_socket(pair):
+    a, b = pair
+    reader = FrameReader(b, LIMITS, reads_ahead=True)
+    assert reader.may_have_more  # nothing is known yet
+    a.send(raw(b"one") + raw(b"two", [b"2"]) + raw(b"three")[:20])
+    assert contents(reader.read()) == (b"one", [])
+    assert reader.has_read_ahead
+    assert contents(reader.read()) == (b"two", [b"2"])
+    assert reader.has_read_ahead  # a part of the next
+    assert reader.read() is None
+    assert not reader.has_read_ahead
+    a.send(raw(b"three")[20:])
+    assert contents(reader.read()) == (b"three", [])
+    assert not reader.may_have_more
+    a.close()
+    for _ in range(2):
+        with pytest.raises(StreamClosed):
+            reader.read()
+    assert not reader.has_read_ahead  # the end is no bytes
 
 
 @pytest.mark.parametrize(
@@ -263,13 +289,14 @@ NEVER_INTERRUPTED = {dis.opmap["PUSH_EXC_INFO"], dis.opmap["POP_EXCEPT"]}
 
 
 def interrupted_at(number, call):
-    """Whether `call` was interrupted at the `number`-th bytecode that it runs in framing.py, as by a signal handler."""
+    """Whether `call` was interrupted at the `number`-th bytecode that it runs in framing.py or
+    frame_reader.py, as by a signal handler."""
     left = number
     in_flight = sys.exc_info()[1]
 
     def trace(frame, event, argument):
         nonlocal left
-        if frame.f_code.co_filename != framing.__file__:
+        if frame.f_code.co_filename not in (framing.__file__, frame_reader.__file__):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode" and frame.f_code.co_code[frame.f_lasti] not in NEVER_INTERRUPTED:
@@ -338,7 +365,7 @@ def test_an_interrupted_push_is_done_or_not(pair):
     assert 0 < num_whole < num_interrupts
 
 
-def test_an_interrupted_read_goes_on_where_it_was(pair):
+def test_an_interrupted_read_goes_on_where_it_was(pair, reads_ahead):
     a, b = pair
     limits = FrameLimits()
     a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -347,14 +374,14 @@ def test_an_interrupted_read_goes_on_where_it_was(pair):
     was_interrupted = True
 
     def read_all(reader):
-        for _ in range(7):
+        for _ in range(3 if reads_ahead else 7):
             if (frame := reader.read()) is not None:
                 got.append(contents(frame))
 
     while was_interrupted:
         number += 1
         got.clear()
-        reader = FrameReader(b, limits, bytes_per_read=4000)
+        reader = FrameReader(b, limits, None if reads_ahead else 4000, reads_ahead=reads_ahead)
         for frame in (FIRST, SECOND):
             writer.push(encode_frame(*frame, limits))
         assert writer.write()

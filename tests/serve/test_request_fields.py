@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from echo_model import HERMES_MARKS, serve_echo
+from echo_model import HERMES_MARKS, SAID_ID, SAY_ID, serve_echo
 from engine_spy import seen_requests
 from fake_engine import make_model_folder
 from running_service import http, served, text_of
@@ -223,3 +223,10 @@ def test_reasoning_is_left_out(strict_echo):
     assert any("reasoning_content" in delta for delta in deltas)
     shown = events(strict_echo, "chat/completions", said | {"include_reasoning": False})
     assert not any("reasoning_content" in chunk["choices"][0]["delta"] for chunk in shown)
+
+
+def test_a_stream_that_begins_within_a_character_counts_its_prompt_once(strict_echo):
+    body = {"prompt": [SAY_ID, *"🙂".encode(), SAID_ID], "max_tokens": 20, "stream_options": {"include_usage": True}}
+    *chunks, last = events(strict_echo, "completions", body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "🙂"
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (6, 5)

@@ -20,12 +20,12 @@ from ringcore.config.admin_keys import KnownClient
 from ringcore.curve.logged_counter import LoggedCounter
 from ringcore.engine_core.admin.listener import AdminListener, Incoming
 from ringcore.engine_core.admin.local_name import LocalName, peer_credentials
+from ringcore.engine_core.transport.frame_reader import FrameReader
 from ringcore.engine_core.transport.framing import (
     Buffer,
     Frame,
     FrameError,
     FrameLimits,
-    FrameReader,
     FrameWriter,
     StreamClosed,
     encode_frame,

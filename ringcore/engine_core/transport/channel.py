@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from ringcore.engine_core.transport.frame_reader import FrameReader
 from ringcore.engine_core.transport.framing import (
     MAX_BUFFER_BYTES,
     MAX_MESSAGE_BYTES,
@@ -31,7 +32,6 @@ from ringcore.engine_core.transport.framing import (
     Frame,
     FrameError,
     FrameLimits,
-    FrameReader,
     FrameWriter,
     StreamClosed,
     encode_frame,
@@ -79,8 +79,8 @@ def channel_pair() -> tuple[socket.socket, socket.socket]:
 class _Inbox(Generic[M]):
     """Reads messages of one type from a socket."""
 
-    def __init__(self, sock: socket.socket, kind: Any, limits: FrameLimits, bytes_per_read: int | None = None) -> None:
-        self._reader = FrameReader(sock, limits, bytes_per_read)
+    def __init__(self, reader: FrameReader, kind: Any) -> None:
+        self._reader = reader
         self._decoder = decoder(kind)
         self.num_dropped = 0
         self._num_logged = 0
@@ -121,7 +121,9 @@ class EngineChannel:
         self._socket.setblocking(False)
         self._limits = limits or FrameLimits()
         self._encoder = encoder()
-        self._inbox: _Inbox[ClientMessage] = _Inbox(self._socket, ClientMessage, self._limits, _BYTES_PER_READ)
+        self._inbox: _Inbox[ClientMessage] = _Inbox(
+            FrameReader(self._socket, self._limits, _BYTES_PER_READ), ClientMessage
+        )
         self._writer = FrameWriter(self._socket)
 
     def fileno(self) -> int:
@@ -193,7 +195,8 @@ class ClientChannel:
         self._wakeup_fds = (engine_fd, closing_fd)
         self._limits = limits or FrameLimits()
         self._encoder = encoder()
-        self._inbox: _Inbox[EngineMessage] = _Inbox(sock, EngineMessage, self._limits)
+        self.reader = FrameReader(sock, self._limits, reads_ahead=True)
+        self._inbox: _Inbox[EngineMessage] = _Inbox(self.reader, EngineMessage)
         self._writer = FrameWriter(sock)
         self._sending = threading.Lock()
         self._is_closed = False

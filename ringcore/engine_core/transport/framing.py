@@ -16,6 +16,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
+    "HEADER",
+    "LENGTH_BYTES",
+    "MAGIC",
     "MAX_BUFFERS_PER_RANK",
     "MAX_BUFFER_BYTES",
     "MAX_MESSAGE_BYTES",
@@ -23,7 +26,6 @@ __all__ = [
     "Frame",
     "FrameError",
     "FrameLimits",
-    "FrameReader",
     "FrameWriter",
     "StreamClosed",
     "encode_frame",
@@ -37,9 +39,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_BUFFER_BYTES = 1 << 30
 MAX_BUFFERS_PER_RANK = 64
 
-_MAGIC = b"ringcor1"
-_HEADER = struct.Struct("<8sII")
-_LENGTH_BYTES = 8
+MAGIC = b"ringcor1"
+HEADER = struct.Struct("<8sII")
+LENGTH_BYTES = 8
 _COALESCED_BYTES = 64 << 10  # up to this size a message is copied after its header into one iovec
 _MAX_IOVECS = 64  # far below the kernel's IOV_MAX
 
@@ -88,7 +90,7 @@ def encode_frame(message: bytes, buffers: Sequence[Buffer], limits: FrameLimits)
     limit_error = limits.limit_error(len(message), len(views), sum(lengths))
     if limit_error is not None:
         raise ValueError(limit_error)
-    head = _HEADER.pack(_MAGIC, len(views), len(message)) + struct.pack(f"<{len(views)}Q", *lengths)
+    head = HEADER.pack(MAGIC, len(views), len(message)) + struct.pack(f"<{len(views)}Q", *lengths)
     first = [head + message] if len(message) <= _COALESCED_BYTES else [head, message]
     return [*(memoryview(part) for part in first), *(view for view in views if view)]
 
@@ -168,109 +170,3 @@ class FrameWriter:
         if num_bytes:
             rest[0] = rest[0][num_bytes:]
         self._out = _Outgoing(rest, [])
-
-
-class _Incoming(NamedTuple):
-    """A partly received frame: the header, then lengths and message as one piece, then each buffer."""
-
-    whole: tuple[bytearray, ...]  # the complete pieces
-    piece: bytearray  # the piece being filled
-    moved: list[int]  # the bytes that each system call has read into it
-    following: tuple[int, ...] = ()  # sizes in bytes of the buffers after it
-
-
-class FrameReader:
-    """Reads frames from a non-blocking socket, in any fragmentation. One thread at a time.
-
-    `bytes_per_read` bounds what one `read` takes from the socket, so that a large frame does not block the calling
-    loop; None: no bound.
-
-    Invariant: `_in` is exactly what has arrived of the next frame; it changes as `FrameWriter._out` does.
-    """
-
-    def __init__(self, sock: socket.socket, limits: FrameLimits, bytes_per_read: int | None = None) -> None:
-        self._socket, self._limits = sock, limits
-        self._bytes_per_read = bytes_per_read
-        self._in = _fresh()
-        self._error: FrameError | None = None
-
-    def read(self) -> Frame | None:
-        """The next frame, or None if it is not complete; never blocks.
-
-        Raises `StreamClosed`, also in the middle of a frame, and `FrameError`, which every later call raises again.
-        """
-        if self._error is not None:
-            raise FrameError(*self._error.args)
-        left = self._bytes_per_read
-        while True:
-            num_bytes = self._fill(left)
-            if num_bytes is None:
-                return None
-            if left is not None:
-                left -= num_bytes
-            frame = self._finish_piece()
-            if frame is not None:
-                return frame
-
-    def _fill(self, max_bytes: int | None) -> int | None:
-        """Fills the current piece; returns the number of bytes read, or None if the piece is not complete."""
-        incoming = self._in = self._in._replace(moved=[sum(self._in.moved)])
-        piece = memoryview(incoming.piece)
-        filled = start = incoming.moved[0]
-        while filled < len(piece):
-            end = len(piece) if max_bytes is None else min(len(piece), start + max_bytes)
-            if filled >= end:
-                return None
-            try:
-                recorded(incoming.moved, self._socket.recv_into, piece[filled:end])
-            except BlockingIOError:
-                return None
-            except ConnectionResetError as error:
-                raise StreamClosed from error
-            if incoming.moved[-1] == 0:
-                raise StreamClosed
-            filled += incoming.moved[-1]
-        return filled - start
-
-    def _finish_piece(self) -> Frame | None:
-        """Starts the next piece, or returns the frame if that was the last one."""
-        incoming = self._in
-        whole = (*incoming.whole, incoming.piece)
-        if len(whole) == 1:
-            num_buffers, message_bytes = self._check_header(incoming.piece)
-            self._in = _Incoming(whole, bytearray(num_buffers * _LENGTH_BYTES + message_bytes), [])
-            return None
-        following = self._check_lengths(*whole) if len(whole) == 2 else incoming.following
-        if following:
-            self._in = _Incoming(whole, bytearray(following[0]), [], following[1:])
-            return None
-        num_buffers = len(whole) - 2
-        frame = Frame(memoryview(whole[1])[num_buffers * _LENGTH_BYTES :], list(whole[2:]))
-        self._in = _fresh()
-        return frame
-
-    def _check_header(self, header: bytearray) -> tuple[int, int]:
-        magic, num_buffers, message_bytes = _HEADER.unpack(header)
-        if magic != _MAGIC:
-            self._fail(f"a header that begins with {bytes(magic)!r}, not {_MAGIC!r}")
-        self._check(message_bytes, num_buffers, 0)
-        return num_buffers, message_bytes
-
-    def _check_lengths(self, header: bytearray, piece: bytearray) -> tuple[int, ...]:
-        _, num_buffers, message_bytes = _HEADER.unpack(header)
-        lengths = struct.unpack_from(f"<{num_buffers}Q", piece)
-        self._check(message_bytes, num_buffers, sum(lengths))
-        return lengths
-
-    def _check(self, message_bytes: int, num_buffers: int, buffer_bytes: int) -> None:
-        limit_error = self._limits.limit_error(message_bytes, num_buffers, buffer_bytes)
-        if limit_error is not None:
-            self._fail(limit_error)
-
-    def _fail(self, text: str) -> None:
-        self._error = FrameError(text)
-        raise self._error
-
-
-def _fresh() -> _Incoming:
-    return _Incoming((), bytearray(_HEADER.size), [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from ringcore.errors import EngineDeadError, SleepingError, WorkerDiedError
 from ringcore.front_end.input_processor import PreparedRequest
 from ringcore.front_end.replicas.placement import Placement
@@ -24,25 +26,35 @@ class MovingStream:
     def __init__(self, placement: Placement, prepared: PreparedRequest, stream: RequestStream) -> None:
         self._placement, self._prepared, self._stream = placement, prepared, stream
         self._has_output = self._is_dropped = False
+        self._moves = False  # to another replica: the next wait is for that
         self._num_deaths = 0
 
-    async def next(self) -> RequestOutput:
-        while True:
-            try:
-                output = await self._stream.next()
-            except WorkerDiedError:
-                raise  # the engine lives, and has found this request to be the cause
-            except EngineDeadError:
-                self._num_deaths += 1
-                if self._has_output or self._num_deaths > _MAX_DEATHS:
-                    raise
-            else:
-                if self._has_output or not self._is_refused(output):
-                    self._has_output = True
-                    return output
-            self._stream = await self._placement.send(self._prepared)
-            if self._is_dropped:
-                self._stream.drop()
+    def take(self) -> RequestOutput | None:
+        try:
+            output = self._stream.take()
+        except WorkerDiedError:
+            raise  # the engine lives, and has found this request to be the cause
+        except EngineDeadError:
+            self._num_deaths += 1
+            if self._has_output or self._num_deaths > _MAX_DEATHS:
+                raise
+            self._moves = True
+            return None
+        if output is None or self._has_output:
+            return output
+        if self._is_refused(output):
+            self._moves = True
+            return None
+        self._has_output = True
+        return output
+
+    def wait(self) -> Awaitable[None]:
+        return self._move() if self._moves else self._stream.wait()
+
+    async def _move(self) -> None:
+        self._stream, self._moves = await self._placement.send(self._prepared), False
+        if self._is_dropped:
+            self._stream.drop()
 
     def _is_refused(self, output: RequestOutput) -> bool:
         """Whether its replica sleeps, as its stats say from now on, and another one does not."""
