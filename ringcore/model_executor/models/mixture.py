@@ -19,7 +19,7 @@ from ringcore.kernels.expert_matrices import (
 )
 from ringcore.model_executor import ops
 from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
-from ringcore.model_executor.expert_schemes.side_by_side import side_by_side
+from ringcore.model_executor.expert_schemes.concatenated import concatenated
 from ringcore.model_executor.expert_schemes.stacked import ExpertStack, shares_products, stacked_scheme
 from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
@@ -165,7 +165,7 @@ class Experts(WeightedLayer):
             bound = {suffix: tensors.pop(weight.name) for suffix, weight in declared.items()}
             of_slots += [SlotTensor(bound[suffix], weight.arrangement) for suffix, weight in declared.items()]
             pieces.append(stack.bound(bound, updatable))
-        return self._arithmetic.expert_weight(side_by_side(pieces))
+        return self._arithmetic.expert_weight(concatenated(pieces))
 
     def refresh(self) -> None:
         self._matrices.up.refresh()

@@ -9,15 +9,15 @@ import torch
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.kernels.packed_weight import PackedWeight
 
-__all__ = ["side_by_side"]
+__all__ = ["concatenated"]
 
 
-def side_by_side(pieces: Sequence[ExpertWeight]) -> ExpertWeight:
+def concatenated(pieces: Sequence[ExpertWeight]) -> ExpertWeight:
     """pieces: on a CPU, where there are several."""
-    return pieces[0] if len(pieces) == 1 else _SideBySide(pieces)
+    return pieces[0] if len(pieces) == 1 else _Concatenated(pieces)
 
 
-class _SideBySide(ExpertWeight):
+class _Concatenated(ExpertWeight):
     """Gate and up in act-order: the kernels see the inputs of each in another order."""
 
     def __init__(self, pieces: Sequence[ExpertWeight]) -> None:
