@@ -17,8 +17,8 @@ from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling, 
 from benchmarks.gpu_options import (
     MAX_MODEL_LEN,
     Deadline,
-    add_beside_argument,
     add_engine_arguments,
+    add_option_argument,
     bytes_a_number,
     gpu_specs,
 )
@@ -84,7 +84,7 @@ class Gpu(Benchmark):
         parser.add_argument("--batches", help="decode these batches alone, e.g. 1,32 (default: as fits the model)")
         parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each stage (default: 1)")
         parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each engine (default: 1)")
-        add_beside_argument(parser)
+        add_option_argument(parser)
         Deadline.add_arguments(parser)
 
     def run(self, plan: Plan) -> Findings:
@@ -130,8 +130,8 @@ class _Session:
         self._plan, self._ceilings, self._deadline = plan, ceilings, deadline
         ranks, self._num_stages = plan.options.tensor_parallel_size, plan.options.pipeline_parallel_size
         self._size: int = ranks * self._num_stages
-        beside = plan.options.beside
-        self._specs = gpu_specs(plan, "gpu", ranks, num_stages=self._num_stages, beside=beside)
+        with_option = plan.options.with_option
+        self._specs = gpu_specs(plan, "gpu", ranks, num_stages=self._num_stages, with_option=with_option)
         self._engines: dict[str, dict[str, Any]] = {}
         self._measurements: list[Measurement] = []
         self._failures: list[Check] = []

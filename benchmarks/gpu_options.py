@@ -17,8 +17,8 @@ from ringcore.config import EngineConfig
 
 __all__ = [
     "Deadline",
-    "add_beside_argument",
     "add_engine_arguments",
+    "add_option_argument",
     "add_place_arguments",
     "bytes_a_number",
     "gpu_specs",
@@ -56,9 +56,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_beside_argument(parser: argparse.ArgumentParser) -> None:
+def add_option_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--beside",
+        "--with-option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -72,18 +72,18 @@ def gpu_specs(
     size: int = 1,
     are_together: bool = True,
     num_stages: int = 1,
-    beside: Sequence[str] = (),
+    with_option: Sequence[str] = (),
 ) -> list[EngineSpec]:
     """The children `benchmarks.peers.PART_ENGINE` of those that take part, each stage over `size` devices.
 
-    `are_together`: whether all are loaded at once, and share the memory. beside: see `with_options`.
+    `are_together`: whether all are loaded at once, and share the memory. with_option: see `with_options`.
     """
     options = plan.options
     settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "max_model_len": MAX_MODEL_LEN}
     specs = _by_impl(child_specs(plan.specs, part, "child for the GPU benchmarks", settings), options.model_impl)
     if options.deterministic:
         specs = with_deterministic(specs)
-    specs = with_options(specs, beside)
+    specs = with_options(specs, with_option)
     fitting = _BESIDE_SHARE / len(specs) if are_together and len(specs) > 1 else _ALONE_SHARE
     placed = {"memory_share": options.memory_share or fitting, "tensor_parallel_size": size}
     placed |= {"pipeline_parallel_size": num_stages} if num_stages > 1 else {}
@@ -128,7 +128,7 @@ def with_options(specs: Sequence[EngineSpec], given: Sequence[str]) -> list[Engi
         for one in given if spec.name == "ringcore" else ():
             name, _, text = one.partition("=")
             if name not in EngineConfig.options() or not text:
-                raise BenchmarkError(f"--beside {one}: give an engine option as NAME=VALUE", beside=one)
+                raise BenchmarkError(f"--with-option {one}: give an engine option as NAME=VALUE", with_option=one)
             try:
                 value = msgspec.json.decode(text)
             except msgspec.DecodeError:

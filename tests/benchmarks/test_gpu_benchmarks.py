@@ -407,7 +407,7 @@ def test_an_engine_with_an_option_runs_beside_the_default() -> None:
     assert larger == {**default, "max_cudagraph_capture_size": 2048}
     assert triton == {**default, "attention_backend": "triton"}
     for wrong in ("no_such_option=1", "attention_backend"):
-        with pytest.raises(BenchmarkError, match=f"--beside {wrong}: give an engine option"):
+        with pytest.raises(BenchmarkError, match=f"--with-option {wrong}: give an engine option"):
             with_options(specs, [wrong])
 
 
@@ -456,18 +456,18 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_graph_reads_stays_as_long_as_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.peers import attention_backends
+    from ringcore.kernels import device_timer
 
     class Memory:
         def __call__(self) -> None: ...
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
-    monkeypatch.setattr(attention_backends, "_event_s", lambda action, repeats: 30.0)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(device_timer, "_event_s", lambda action, repeats: 30.0)
     read = Memory()
     alive = weakref.ref(read)
-    seconds = attention_backends.timer(read, 3, torch.device("cuda"), True)
+    seconds = device_timer.timer(read, 3, torch.device("cuda"), True)
     del read
     assert alive() is not None
     assert seconds() == 30.0 / (4 * 3)

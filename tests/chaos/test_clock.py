@@ -14,9 +14,12 @@ from scenarios import HERE, PACKAGE, child_environment
 WALL_CLOCK = re.compile(
     r"\btime\.(time|time_ns|localtime|gmtime)\(|\bfrom time import\b.*\btime\b|\bdatetime\.(utc)?now\("
 )
-# A template may ask for today's date, to write it into a prompt; an answer of the service and a report have
-# the date they were made.
-TELL_THE_DATE = ("checkpoint/chat_template.py", "openai_api/served_model.py", "cli/bench.py")
+# A template may ask for today's date, to write it into a prompt; an answer of the service, a report and a search of
+# tiles have the date they were made.
+TELL_THE_DATE = (
+    *("checkpoint/chat_template.py", "openai_api/served_model.py", "cli/bench.py"),
+    "worker/start_up/tile_search.py",
+)
 
 
 def test_no_source_reads_the_wall_clock():

@@ -71,7 +71,7 @@ def write_config(model_type: str, folder: Path, **changes: Any) -> str:
 
 
 @torch.no_grad()
-def random_model(folder: str, seed: int):
+def random_model(folder: str, seed: int = 0):
     """Weights that make attention matter: logits far apart, and other ones for other prompts."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 

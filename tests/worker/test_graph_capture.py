@@ -21,7 +21,10 @@ def test_mixed_sizes_by_hand() -> None:
     assert mixed_sizes(16) == [16]
     assert mixed_sizes(100) == [16, 32, 64, 100]
     largest = [16, 32, 64, 128, 192, 256, 384, 512]
-    assert mixed_sizes(512) == mixed_sizes(513) == mixed_sizes(8192) == largest
+    assert mixed_sizes(512) == largest
+    assert mixed_sizes(513) == [*largest, 513]
+    assert mixed_sizes(8192) == mixed_sizes(2048)
+    assert mixed_sizes(2048)[-3:] == [1664, 1792, 2048]
 
 
 @pytest.mark.parametrize("sizes", [graph_sizes, mixed_sizes])

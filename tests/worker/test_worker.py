@@ -122,7 +122,7 @@ SCOPES = {
         *("capture_graph", "commit_memory", "compile_grammar", "determine_available_memory", "execute_model"),
         *("finish_weight_update", "get_kv_cache_spec", "init_device", "initialize_from_config", "load_model"),
         *("prepare_memory", "reset_rows", "roll_back_memory", "shutdown", "start_weight_update", "update_weights"),
-        *("expert_loads", "finished_kv_loads", "open_kv_store", "place_experts"),
+        *("expert_loads", "finished_kv_loads", "open_kv_store", "place_experts", "tune_kernels"),
     ],
 }
 
