@@ -11,13 +11,13 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ringcore.bench.prompts import BenchRequest
 from ringcore.errors import RingcoreError
+from ringcore.host.collection import without_collection
 from ringcore.http_client import HttpFailure
 
 __all__ = ["Answer", "Failure", "Record", "Target", "arrival_times", "play"]
@@ -81,7 +81,8 @@ async def play(
     """Sends each request at its time; with `concurrency` at most so many are under way, and the others wait past it.
     Without times each is due when a place is free."""
     places = asyncio.Semaphore(concurrency or len(requests))
-    with _without_garbage_collection():
+    gc.collect()
+    with without_collection():  # a pause of the collector would be counted as the service's
         begin_s = time.perf_counter()
         records: list[Record] = []
         async with asyncio.TaskGroup() as group:
@@ -115,16 +116,3 @@ async def _send(
     finally:
         record.ended_s = time.perf_counter()
         places.release()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """A pause of the collector would be counted as the service's."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
