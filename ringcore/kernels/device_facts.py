@@ -13,12 +13,11 @@ __all__ = ["device_facts"]
 
 
 def device_facts(device: torch.device) -> Mapping[str, str]:
-    """The GPU, its driver, what compiles the kernels, and their source."""
+    """The GPU, what compiles the kernels, and their source."""
     of_linears = skinny_kernels.dot_kernel, skinny_kernels.fma_kernel, packed_fma.packed_fma_kernel
     kernels = *of_linears, experts_kernels.grouped_kernel
     return {
         "device": torch.cuda.get_device_name(device),
-        "driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]
         "torch": torch.__version__,
         "triton": triton.__version__,
         "kernels": " ".join(kernel.cache_key for kernel in kernels),

@@ -48,7 +48,7 @@ class FoundTiles:
     """
 
     def __init__(self, measurements: Measurements, device: Mapping[str, str]) -> None:
-        """device: what else a record depends on: the device, its driver, and the versions of what compiles."""
+        """device: what else a record depends on: the device, and the versions of what compiles."""
         self._measurements, self._device = measurements, dict(device)
         self._known: dict[TileProblem, Config | None] = {}  # None: cuBLAS
         self._missing: set[TileProblem] = set()

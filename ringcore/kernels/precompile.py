@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from triton import JITFunction, knobs
 
+from ringcore.kernels.launcher_modules import copy_loaded_modules
+
 __all__ = ["NotLaunchedError", "Variant", "compile_variants", "intercept_launches"]
+
+
+copy_loaded_modules()
 
 
 class NotLaunchedError(Exception):

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 DEFAULT = FmaConfig(2, 512, 4)
 FASTER, WRONG, REFUSED = (replace(DEFAULT, **one) for one in ({"num_warps": 8}, {"num_warps": 2}, {"block_outputs": 4}))
 SECONDS = {DEFAULT: 4.0, FASTER: 3.0, WRONG: 1.0, REFUSED: 0.5, None: 3.9}  # of a call; of any other tile 5
-DEVICE = {"device": "a card", "driver": "1"}
+DEVICE = {"device": "a card", "triton": "1"}
 
 
 class Log(list[Config | None]):
@@ -147,8 +147,8 @@ def test_the_second_start_searches_nothing(tmp_path: Path) -> None:
     assert (tuning.num_known, tuning.num_searched, device.num_compiled, device.timed) == (6, 0, 0, [])
 
 
-@pytest.mark.parametrize("other", [{"driver": "2"}, {"kernels": "new"}])
-def test_another_device_driver_or_kernel_is_searched_anew(tmp_path: Path, other: dict[str, str]) -> None:
+@pytest.mark.parametrize("other", [{"triton": "2"}, {"kernels": "new"}])
+def test_another_device_compiler_or_kernel_is_searched_anew(tmp_path: Path, other: dict[str, str]) -> None:
     Model(tmp_path).search()
     model = Model(tmp_path, DEVICE | other)
     assert model.chosen() == 5 * [DEFAULT]
