@@ -108,16 +108,16 @@ def store(kind: str, weight: torch.Tensor, seed: int = 0) -> Stored:
 def _store_integers(kind: str, weight: torch.Tensor, generator: torch.Generator) -> Stored:
     num_outputs, num_inputs = weight.shape
     bits = 8 if "8" in kind else 4
-    group = num_inputs if "channel" in kind else GROUP
+    group = num_inputs if "channel" in kind else 4 * GROUP if "wide" in kind else GROUP
     num_groups = -(-num_inputs // group)
     groups = torch.arange(num_inputs) // group
     if "order" in kind:
         groups = groups[torch.randperm(num_inputs, generator=generator)]
-    has_zeros = kind == "awq" or "asym" in kind or "gptq" in kind
+    has_zeros = kind.startswith("awq") or "asym" in kind or "gptq" in kind
     codes, scales, zeros = _rounded(weight, groups, num_groups, bits, has_zeros)
     expanded = (codes - zeros[:, groups]).float() * scales[:, groups]
     per_word = 32 // bits
-    if kind == "awq":
+    if kind.startswith("awq"):
         tensors = {"qweight": _pack_awq(codes.t()), "qzeros": _pack_awq(zeros.t()), "scales": scales.t().contiguous()}
     elif kind.startswith("gptq"):
         tensors = {

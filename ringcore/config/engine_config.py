@@ -21,7 +21,7 @@ from ringcore.config.expert_formats import with_experts_of_device
 from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.config.option_checks import check_kv_cache_dtype, check_together, check_values
 from ringcore.config.options import (
-    DEFAULT_GRAPH_TOKENS,
+    MAX_GRAPH_TOKENS,
     CacheConfig,
     DeviceConfig,
     ModelConfig,
@@ -115,7 +115,7 @@ class EngineConfig:
     @property
     def max_mixed_graph_tokens(self) -> int:
         """Of a step with prompts that is a CUDA graph."""
-        return min(self.scheduler.token_budget, self.device.max_cudagraph_capture_size or DEFAULT_GRAPH_TOKENS)
+        return min(self.scheduler.token_budget, self.device.max_cudagraph_capture_size or MAX_GRAPH_TOKENS)
 
     def on_device(self, device: str) -> EngineConfig:
         """Resolves the options whose None depends on the device, "cuda" or "cpu". The workers resolve device "auto"."""

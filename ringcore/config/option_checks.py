@@ -124,7 +124,7 @@ def _check_counts(options: Mapping[str, Any]) -> None:
         check_count("num_blocks_override", options["num_blocks_override"], 2)
     if options["max_cudagraph_capture_size"] is not None:
         name = "max_cudagraph_capture_size"
-        check_count(name, options[name], 1, MAX_GRAPH_TOKENS, or_else="None for 512")
+        check_count(name, options[name], 1, MAX_GRAPH_TOKENS, or_else=f"None for {MAX_GRAPH_TOKENS}")
     if options["steps_in_flight"] not in (None, 1, 2):
         raise bad_value("steps_in_flight", options["steps_in_flight"], "give 1 or 2, or leave it out")
     for name in ("max_worker_restarts", "max_skip_ahead"):

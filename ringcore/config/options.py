@@ -39,7 +39,7 @@ def _option(default: Any, doc: str) -> Any:
 
 
 MAX_STEPS_IN_FLIGHT = 2
-MAX_GRAPH_TOKENS, DEFAULT_GRAPH_TOKENS = 2048, 512  # of `DeviceConfig.max_cudagraph_capture_size`
+MAX_GRAPH_TOKENS = 2048  # of `DeviceConfig.max_cudagraph_capture_size`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +274,8 @@ class DeviceConfig:
     enforce_eager: bool = _option(False, "launch kernels one by one, and capture no CUDA graphs")
     max_cudagraph_capture_size: int | None = _option(
         None,
-        f"tokens of the largest step with prompts that is a CUDA graph, at most {MAX_GRAPH_TOKENS}; kernels of larger "
-        "ones are launched one by one; None means 512",
+        "tokens of the largest step with prompts that is a CUDA graph; kernels of larger ones are launched one by one; "
+        f"None means {MAX_GRAPH_TOKENS}, the most",
     )
     kernel_autotune: bool = _option(
         False,

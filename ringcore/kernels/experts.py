@@ -141,9 +141,9 @@ class GroupedProducts:
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
         assert (x.shape[1], x.dtype) == (num_inputs, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
         assert sums is None or block_outputs >= _MIN_BLOCK_OUTPUTS, config
-        num_pairs = self._num_tokens * k
+        assert not isinstance(stored, PackedWeight) or stored.has_whole_runs(config.block_inputs), (stored.run, config)
+        num_pairs, gate, pdl = self._num_tokens * k, gate or ExpertGate(), supports_pdl(x.device)
         rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
-        gate, pdl = gate or ExpertGate(), supports_pdl(x.device)
         pairs = self._pairs or SortedPairs(routing.experts, routing.experts)  # not read
         num_items = max_items(num_pairs, num_experts, config.block_rows) if self._pairs else num_pairs
         grouped_kernel[(triton.cdiv(num_outputs, block_outputs), num_items)](

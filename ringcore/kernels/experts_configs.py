@@ -16,7 +16,7 @@ import torch
 from ringcore.kernels.experts_measured import MEASURED, MEASURED_E2M1
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, Numbers, fastest_dot
+from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, Numbers, fastest_dot
 
 __all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "grouped_tiles", "max_items"]
 
@@ -56,10 +56,11 @@ def choose_grouped(
         config = many_packed(numbers) if is_packed else DotConfig(128, 64, 8, 4, 1)
         block_rows = min(block_rows, config.block_rows) if is_packed else block_rows
     if dtype == torch.float32:  # without tensor cores; a number has twice the bytes of those of the model of times
-        config = DotConfig(32, 64 if numbers.bytes < 1 else 32, 4, 2, 1)
+        config = DotConfig(32, 32, 4, 2, 1)
         block_rows = min(block_rows, MAX_FEW_TOKENS)
-    least = 64 if numbers.bytes < 1 else 16  # of 4 bits a block is four products
-    block_inputs = min(config.block_inputs, max(least, _power_of_2(num_inputs)))
+    # Of 4 bits a block is four products, and has whole runs.
+    least = {NIBBLE_NUMBERS: 128, E2M1_NUMBERS: 64}.get(numbers, 16)
+    block_inputs = max(least, min(config.block_inputs, _power_of_2(num_inputs)))
     return DotConfig(config.block_weights, block_inputs, config.num_warps, config.num_stages, 1, block_rows=block_rows)
 
 

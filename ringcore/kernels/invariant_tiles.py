@@ -43,10 +43,7 @@ class InvariantTiles:
     def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
         tiles: tuple[DotConfig, ...]
         if isinstance(weight, PackedWeight):
-            tile = many_packed(weight.numbers)
-            if weight.dtype == torch.float32:  # x takes twice the shared memory
-                tile = replace(tile, block_weights=64, block_inputs=64, num_warps=4, num_stages=2)
-            tiles = (_of_rows(tile, _ROWS),)
+            tiles = (_of_rows(weight.narrowed(many_packed(weight.numbers)), _ROWS),)
         elif weight.dtype == torch.float32:
             tiles = (_of_rows(_FLOAT32, _FLOAT32.block_rows),)
         else:

@@ -14,10 +14,9 @@ import triton.language as tl
 
 from ringcore.kernels.activation import activated
 from ringcore.kernels.code_expansion import (
-    FP8_SHIFT,
     RAISED,
+    fp8_quad,
     raised_quad,
-    shifted_fp8_quad,
     wide_integer_quad,
 )
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
@@ -65,13 +64,13 @@ def _load(weight, packed, rows, num_inputs: tl.constexpr, block_inputs: tl.const
 
 @triton.jit
 def _expanded(words, is_exact: tl.constexpr, layout: tl.constexpr):
-    """Four tiles of numbers, as float32; of FP8 over FP8_SHIFT, and `_raised`."""
+    """Four tiles of numbers, as float32, and `_raised`."""
     if layout[0] == _NIBBLES:
         a, b, c, d = raised_quad(words)
         if is_exact:
             a, b, c, d = a - RAISED, b - RAISED, c - RAISED, d - RAISED
     elif layout[0] == _FP8:
-        a, b, c, d = shifted_fp8_quad(words)
+        a, b, c, d = fp8_quad(words)
     else:
         a, b, c, d = wide_integer_quad(words, layout[0] == _INT8)
     return a, b, c, d
@@ -175,10 +174,7 @@ def _product(
             else:
                 of_chunks -= (layout[4] + raised) * sums[block]
         total += of_chunks * scales
-    result = tl.sum(total, 1)
-    if layout[0] == _FP8:
-        result *= FP8_SHIFT
-    return result
+    return tl.sum(total, 1)
 
 
 @triton.jit(do_not_specialize=["num_outputs"])

@@ -91,6 +91,10 @@ class PackedWeight:
         in_groups = self.scales.shape[1] == 1 or (self.group_size % chunk == 0 and self.group_offset % chunk == 0)
         return self.form != NIBBLES_E2M1 and self.index is None and are_words and in_groups
 
+    def has_whole_runs(self, block_inputs: int) -> bool:
+        """Whether a block of so many inputs is of whole words, each with its four numbers."""
+        return block_inputs % (4 * self.run) == 0
+
     def as_words(self) -> PackedWeight:
         """Of words of four codes, where it `has_chunks`."""
         if self.form == NIBBLES:
@@ -100,10 +104,16 @@ class PackedWeight:
     def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
         """As `skinny_configs.choose`."""
         by_fma = num_rows == 1 and self.has_chunks
-        config = choose_packed(num_outputs, num_inputs, num_rows, self.numbers, is_gated=is_gated, by_fma=by_fma)
-        if self.dtype == torch.float32 and isinstance(config, DotConfig):  # x takes twice the shared memory
-            return replace(config, block_weights=64, block_inputs=64, num_warps=4, num_stages=2)
-        return config
+        config = choose_packed(
+            num_outputs, num_inputs, num_rows, self.numbers, is_gated=is_gated, by_fma=by_fma, run=self.run
+        )
+        return self.narrowed(config) if isinstance(config, DotConfig) else config
+
+    def narrowed(self, tile: DotConfig) -> DotConfig:
+        """A smaller tile where x is float32, which takes twice the shared memory."""
+        if self.dtype != torch.float32:
+            return tile
+        return replace(tile, block_weights=64, block_inputs=max(64, 4 * self.run), num_warps=4, num_stages=2)
 
 
 def stored_as(weight: torch.Tensor | PackedWeight) -> tuple[str, str, Numbers]:

@@ -39,8 +39,9 @@ _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 ro
 _ROUNDED_ROWS = 64  # few rows of FP8 times FP8
 _ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
 _ROUNDED_PROGRAMS = 2 * NUM_SMS
-_ROUNDED_FMA_INPUTS, _PACKED_FMA_INPUTS = 8192, 16384  # a row of more does not fit in registers
-_MAX_PACKED_ROWS = 128
+_PACKED_FMA_INPUTS = 16384  # a row of more does not fit in registers
+_MAX_PACKED_ROWS, _MAX_LONG_RUN_ROWS = 128, 256
+_LONG_RUN = 16
 _NIBBLE_PROGRAMS = 2 * NUM_SMS
 
 _MANY_PACKED = DotConfig(128, 64, 8, 3, 1, prefetched_inputs=0, block_rows=128)  # of many rows, quantized weights
@@ -76,33 +77,34 @@ def choose_packed(
     *,
     is_gated: bool = False,
     by_fma: bool = False,
+    run: int = 1,
 ) -> Config | None:
     """As `choose`, of a quantized weight; None: none, or so many that the weight is to be expanded for cuBLAS. by_fma:
-    one row, of a weight that `packed_fma_kernel` multiplies.
+    one row, of a weight that `packed_fma_kernel` multiplies. run: of 4 bits, see `weight_tiles`.
 
-    Microseconds on an H200 with the norm, 4-bit weights in groups of 128, one row by FMA, and by tensor cores:
+    Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm, others by tensor cores:
 
-        | outputs x inputs  | bytes | FMA  | 1 row | 8    | 32   |
-        | 6,144 x 4,096     | 2.8   | 7.7  | 12.9  | 12.7 | 15.7 |
-        | 4,096 x 4,096     | 1.9   | 5.4  | 10.0  | 10.1 | 12.1 |
-        | 2 x 12,288, gated | 11.4  | 24.0 | 27.1  | 28.2 | 41.9 |
-        | 4,096 x 12,288    | 5.7   | 12.9 | 20.5  | 22.4 | 26.7 |
+        | outputs x inputs  | bytes | 1 row | 8    | 32   | 64   | 128  | 256   |
+        | 6,144 x 4,096     | 2.8   | 7.7   | 9.4  | 10.0 | 16.5 | 26.9 | 41.7  |
+        | 4,096 x 4,096     | 1.9   | 5.4   | 8.3  | 8.2  | 11.2 | 18.0 | 27.5  |
+        | 2 x 12,288, gated | 11.4  | 24.0  | 22.6 | 26.7 | 38.4 | 56.0 | 107.2 |
+        | 4,096 x 12,288    | 5.7   | 12.9  | 16.8 | 16.6 | 23.0 | 40.5 | 63.9  |
 
-    And of 64, 256 and 2,048 rows, by the fastest tile, and by cuBLAS of 16 bits without the expansion:
-
-        | 6,144 x 4,096     | 23.9, 66.6, 299  | 16.3, 21.6, 130 |
-        | 2 x 12,288, gated | 62.7, 183, 1,245 | 52.0, 73.3, 512 |
-        | 4,096 x 12,288    | 35.3, 117, 689   | 31.1, 41.7, 249 |
+    cuBLAS takes 16.3, 52.0 and 31.1 for 64 rows of the first, third and fourth in 16 bits, 21.6, 73.3 and 41.7 for 256,
+    and for 2,048 rows 130, 512 and 249, where tiles of packed weights take 299, 1,245 and 689; an expansion writes and
+    reads four times the bytes of 4 bits. In groups of 32, of which x is read in half sectors, 64 rows take 23.9, 78.8
+    and 35.3.
 
     Tiles of bytes and of e2m1 for tensor cores were not measured: they are those of the model of times.
     """
-    if not 1 <= num_rows <= _MAX_PACKED_ROWS:
+    if not 1 <= num_rows <= (_MAX_LONG_RUN_ROWS if run >= _LONG_RUN else _MAX_PACKED_ROWS):
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
         return _packed_fma(num_inputs, is_gated)
     num_weights = num_outputs * (2 if is_gated else 1)
     if numbers == NIBBLE_NUMBERS:
-        return _nibble_dot(num_weights, num_inputs, num_rows)
+        of_runs = _long_run_dot if run >= _LONG_RUN else _nibble_dot
+        return of_runs(num_weights, num_inputs, num_rows)
     if num_rows > _MAX_DOT_ROWS:
         return many_packed(numbers)
     return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
@@ -135,6 +137,21 @@ def _nibble_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
     return DotConfig(128, block_inputs, 8, num_stages, splits, prefetched_inputs=prefetched)
 
 
+def _long_run_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
+    """As measured: tiles of 64 outputs, in one wave of as many splits as there are programs for."""
+    is_few = num_rows <= _MAX_DOT_ROWS
+    block_inputs, block_rows = 256 if is_few else 128, 64 if num_rows <= 64 else 128
+    tiles = -(-num_weights // 64) * -(-num_rows // block_rows)
+    if not is_few and tiles > 2 * NUM_SMS:
+        shape = (128, 128, 4, 4) if num_rows <= 64 else (128, 128, 8, 3)
+        return DotConfig(*shape, 1, prefetched_inputs=0, block_rows=block_rows)
+    wave = (3 if is_few else 2) * NUM_SMS
+    splits = max(1, min(4, wave // tiles, num_inputs // (2 * block_inputs)))
+    has_three = tiles * splits > 2 * NUM_SMS  # programs on an SM
+    num_stages = 3 if num_rows > 64 or (num_rows > 16 and has_three) else 4
+    return DotConfig(64, block_inputs, 4, num_stages, splits, prefetched_inputs=0, block_rows=block_rows)
+
+
 def many_packed(numbers: Numbers) -> DotConfig:
     """The tiles of many rows."""
     return {NIBBLE_NUMBERS: _MANY_NIBBLES, E2M1_NUMBERS: _MANY_E2M1}.get(numbers, _MANY_PACKED)
@@ -146,19 +163,20 @@ def choose_rounded(
 ) -> DotConfig | PackedFmaConfig | None:
     """As `choose_packed`, of FP8 inputs and FP8 weights.
 
-    Microseconds on an H200, weights of 128 x 128 blocks: 8 rows with the rounding before them, and one row by FMA,
-    rounded in the kernel, which its instructions bound:
+    Microseconds on an H200, weights of 128 x 128 blocks: one row by tensor cores without the norm and the rounding
+    before them, some 3 more, and by FMA with both in the kernel, whose registers leave an SM few warps:
 
         | outputs x inputs  | bytes | tensor cores | FMA  |
-        | 6,144 x 4,096     | 5.4   | 12.8         | 10.8 |
-        | 4,096 x 4,096     | 3.6   | 10.4         | 7.9  |
-        | 2 x 12,288, gated | 21.5  | 30.0         | 30.5 |
-        | 4,096 x 12,288    | 10.7  | 20.4         | 20.1 |
+        | 6,144 x 4,096     | 5.4   | 11.0         | 10.3 |
+        | 4,096 x 4,096     | 3.6   | 9.2          | 8.0  |
+        | 2 x 12,288, gated | 21.5  | 29.7         | 26.8 |
+        | 4,096 x 12,288    | 10.7  | 18.6         | 20.0 |
     """
     if num_rows < 1:
         return None
-    if by_fma and not is_gated and num_inputs <= _ROUNDED_FMA_INPUTS:
-        return _packed_fma(num_inputs, is_gated)
+    if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
+        block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
+        return PackedFmaConfig(*((4, block_inputs, 4, 2 * NUM_SMS) if is_gated else (2, block_inputs, 4, 4 * NUM_SMS)))
     if num_rows > _ROUNDED_ROWS:
         return _ROUNDED_TILES
     tiles = -(-num_outputs * (2 if is_gated else 1) // 64)

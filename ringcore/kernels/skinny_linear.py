@@ -173,6 +173,7 @@ def _launch_packed_fma(
     assert weight.has_chunks, weight
     assert row_group in (0, num_inputs) or config.block_inputs % row_group == 0, (row_group, config)
     assert not row_group or weight.form == BYTES_FP8, weight.form
+    assert weight.has_whole_runs(config.block_inputs), (weight.run, config)
     gain, eps = (x, 0.0) if norm is None else norm
     tiles = triton.cdiv(out.shape[1], config.block_outputs)
     packed_fma_kernel[(min(tiles, config.num_programs),)](
@@ -205,10 +206,10 @@ def _launch_dot(
     options: dict[str, Any],
 ) -> None:
     rows, row_scales, row_group = x[:3] if isinstance(x, RoundedRows) else (x, x, 0)
-    num_rows, num_inputs = rows.shape
-    num_outputs = out.shape[1]
+    (num_rows, num_inputs), num_outputs = rows.shape, out.shape[1]
     if isinstance(x, RoundedRows):
         _check_groups(x, weight, config)
+    assert not isinstance(weight, PackedWeight) or weight.has_whole_runs(config.block_inputs), (weight, config)
     block_rows = max(config.least_rows, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
     assert 1 <= num_rows <= MAX_ROW_BLOCKS * config.block_rows or config.splits == 1, (num_rows, config)

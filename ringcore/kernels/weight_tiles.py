@@ -7,7 +7,9 @@ NIBBLES   four numbers a word of 16 bits, unsigned or e2m1: of every 4 * run inp
           nibbles of `run` words, and so on to the highest ones
 
 A tile of words is so four tiles of numbers, of inputs that are `run` apart, and none are interleaved: x is loaded
-likewise. How codes become numbers: `code_expansion`.
+likewise, `run` inputs at a time. From 16 on these are whole sectors of the L2 cache, whose bandwidth bounds many rows:
+256 rows times 2 x 12,288 gated outputs of 4,096 inputs take 236 us on an H200 with runs of 8, 139 with 16, 103 with 32.
+How codes become numbers: `code_expansion`.
 
 Words lie along the inputs of an output, or `is_tiled`: those of 64 outputs and 64 inputs are consecutive, 2 KB, so that
 a program reads long runs of memory where outputs would give it 64 bytes each.

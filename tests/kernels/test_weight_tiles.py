@@ -28,6 +28,7 @@ from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard
 FMA, WIDE_FMA = PackedFmaConfig(4, 64, 1, 5), PackedFmaConfig(2, 256, 1, 100)
 DOT = DotConfig(32, 64, 2, 2, 1)
 SPLIT, BLOCKS = DotConfig(32, 64, 2, 2, 2), DotConfig(32, 128, 2, 2, 1, block_rows=16)
+RUNS_FMA, RUNS_SPLIT = PackedFmaConfig(4, 128, 1, 5), DotConfig(32, 128, 2, 2, 2, block_rows=16)  # of 32
 FORMATS = {
     "fp8 block": formats.CodesFormat("fp8", "block", (32, 16), "weight_scale_inv"),
     "fp8 channel": formats.CodesFormat("fp8", "channel"),
@@ -35,16 +36,20 @@ FORMATS = {
     "w4": formats.PackedFormat(4, 32),
     "w4 asym": formats.PackedFormat(4, 32, True),
     "w4 channel": formats.PackedFormat(4, None),
+    "w4 asym wide": formats.PackedFormat(4, 128, True),
     "w4 asym order": formats.PackedFormat(4, 32, True, True),
     "w8 asym": formats.PackedFormat(8, 32, True),
     "awq": formats.AwqFormat(32),
+    "awq wide": formats.AwqFormat(128),
     "gptq": formats.GptqFormat(4, 32),
     "gptq order": formats.GptqFormat(4, 32, True),
+    "gptq wide order": formats.GptqFormat(4, 128, True),
     "gptq 8 order": formats.GptqFormat(8, 32, True),
 }
 
 
 NOT_FMA = [kind for kind in FORMATS if "order" in kind]
+LONG_RUNS = ["w4 channel", "w4 asym wide", "awq wide", "gptq wide order"]  # of 32 words, with 256 inputs
 
 
 class _Seen(Exception):
@@ -98,8 +103,13 @@ def random(*shape, seed=1):
     ],
 )
 def test_product(device, kind, config, monkeypatch):
-    weight, expanded = packed(kind, random(40, 128), device, monkeypatch)
-    x = random(2 if isinstance(config, PackedFmaConfig) else 20, 128, seed=2).to(device)
+    weight, expanded = packed(kind, random(40, 256), device, monkeypatch)
+    assert (weight.run == 32) == (kind in LONG_RUNS)
+    if kind in LONG_RUNS:
+        with pytest.raises(AssertionError):
+            skinny_linear(random(1, 256).to(device), weight, config)
+        config = RUNS_FMA if isinstance(config, PackedFmaConfig) else RUNS_SPLIT
+    x = random(2 if isinstance(config, PackedFmaConfig) else 20, 256, seed=2).to(device)
     expected = skinny_linear_reference(x, expanded)
     torch.testing.assert_close(skinny_linear(x, weight, config), expected, rtol=1e-4, atol=1e-4)
 

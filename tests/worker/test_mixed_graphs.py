@@ -16,7 +16,7 @@ from fake_graphs import capture_at_once, captured
 from step_driver import admit, decode, make_config, plan, run, sampled
 
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.config.options import DEFAULT_GRAPH_TOKENS, MAX_GRAPH_TOKENS
+from ringcore.config.options import MAX_GRAPH_TOKENS
 from ringcore.errors import ConfigError
 from ringcore.worker.runner.graph_capture import mixed_sizes
 from ringcore.worker.worker import Worker
@@ -203,11 +203,11 @@ def test_a_step_with_kernels_of_the_host_has_no_graph(
     assert [sampled(step)[1]] == mixed_reference(OTHER[:7], 1)
 
 
-def test_sizes_waste_at_most_an_eighth_above_the_default() -> None:
-    assert mixed_sizes(DEFAULT_GRAPH_TOKENS) == [16, 32, 64, 128, 192, 256, 384, 512]
+def test_sizes_waste_at_most_an_eighth_above_512() -> None:
+    assert mixed_sizes(512) == [16, 32, 64, 128, 192, 256, 384, 512]
     assert mixed_sizes(100) == [16, 32, 64, 100]
     sizes = mixed_sizes(MAX_GRAPH_TOKENS)
-    assert (sizes[:8], sizes[-1]) == (mixed_sizes(DEFAULT_GRAPH_TOKENS), MAX_GRAPH_TOKENS)
+    assert (sizes[:8], sizes[-1]) == (mixed_sizes(512), MAX_GRAPH_TOKENS)
     for smaller, larger in pairwise(sizes[7:]):
         assert 8 * (larger - smaller) <= larger, (smaller, larger)
     assert mixed_sizes(900)[-2:] == [896, 900]
@@ -216,10 +216,10 @@ def test_sizes_waste_at_most_an_eighth_above_the_default() -> None:
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
-        ({}, 512),
-        ({"max_cudagraph_capture_size": 2048}, 2048),
+        ({}, 2048),
+        ({"max_cudagraph_capture_size": 512}, 512),
         ({"max_cudagraph_capture_size": 64}, 64),
-        ({"max_cudagraph_capture_size": 2048, "max_num_batched_tokens": 300}, 300),
+        ({"max_num_batched_tokens": 300}, 300),
     ],
 )
 def test_the_largest_mixed_graph(tiny_mixed: tuple[str, Any], options: dict[str, int], tokens: int) -> None:

@@ -17,7 +17,7 @@ from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.start_up import profile_run
 from ringcore.worker.worker import Worker
 
-SIZES_BY_DEFAULT = [16, 32, 64, 128, 192, 256, 384, 512]
+SMALL_SIZES = [16, 32, 64, 128, 192, 256, 384, 512]
 FEW: Any = SimpleNamespace(parameters=[0, 0, 0])
 
 
@@ -60,10 +60,11 @@ def test_its_steps_sample_every_row_with_filters(tiny_llama: tuple[str, Any], mo
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        ({}, []),
-        ({"max_cudagraph_capture_size": 640}, [*SIZES_BY_DEFAULT, 576, 640]),
+        ({}, [*SMALL_SIZES, *range(576, 960, 64), 1024]),
+        ({"max_cudagraph_capture_size": 512}, []),
+        ({"max_cudagraph_capture_size": 640}, [*SMALL_SIZES, 576, 640]),
         ({"max_cudagraph_capture_size": 640, "enforce_eager": True}, []),
-        ({"max_cudagraph_capture_size": 2048, "max_num_batched_tokens": 600}, [*SIZES_BY_DEFAULT, 576, 600]),
+        ({"max_num_batched_tokens": 600}, [*SMALL_SIZES, 576, 600]),
     ],
 )
 def test_graphs_of_larger_mixed_steps_are_counted(tiny_llama, monkeypatch, options, sizes) -> None:

@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 _PIECE = 1 << 24  # numbers that are rearranged at a time
-_RUNS = (8, 4, 2)
+_RUNS = (32, 16, 8, 4, 2)
 
 
 def run_of(num_inputs: int, *groups: int) -> int:
-    """The run of a row of 4-bit codes (`kernels.weight_tiles`): the longest, up to 8, of which the inputs, and the
+    """The run of a row of 4-bit codes (`kernels.weight_tiles`): the longest, up to 32, of which the inputs, and the
     lengths given besides, are whole spans. 1, the order in the checkpoint, always is."""
     common = math.gcd(num_inputs, *groups)
     return next((run for run in _RUNS if common % (4 * run) == 0), 1)

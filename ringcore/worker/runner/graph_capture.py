@@ -14,7 +14,7 @@ __all__ = ["capture", "graph_sizes", "mixed_sizes", "padded_metadata"]
 
 _Result = TypeVar("_Result")
 
-# Tokens. By default up to 512; larger ones waste at most an eighth, since there kernels take longer than launches.
+# Tokens. Those above 512 waste at most an eighth, since there kernels take longer than launches.
 _MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, *range(576, 960, 64), *range(1024, 1920, 128), 2048)
 
 

@@ -13,7 +13,7 @@ says little about its peak; there an upper bound is computed:
 CUDA graphs are captured after the KV cache is allocated, so their memory is an estimate: the peak of the largest
 decoding step including its logits (all graphs share one pool and one logits buffer), the cuBLAS workspace, the driver's
 memory for the first graph, and an entry per node. Graphs of mixed steps have a pool of their own: up to 512 tokens it
-is within the margin, for more (`max_cudagraph_capture_size`) their pass is measured too.
+is within the margin, for more their pass is measured too.
 
     available_kv_cache_bytes = budget - activations - attention_gather - graphs - rows - margin
                       budget: `Platform.memory_budget_bytes`, which excludes what the process already uses,

@@ -16,7 +16,6 @@ import torch
 from ringcore.attention.context import GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.config import EngineConfig
-from ringcore.config.options import DEFAULT_GRAPH_TOKENS
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
 from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
@@ -37,6 +36,7 @@ from ringcore.worker.start_up.memory_budget import StepPeaks, planned_cache
 __all__ = ["profile_steps", "run_rows", "sampling_inputs"]
 
 _WARM_UP_TOKENS = 256
+_MARGIN_TOKENS = 512  # of a graph whose memory is within the margin of `memory_budget`
 _PROMPT_LOGPROBS = 20  # per position; with more of them, fewer positions are computed at once
 
 
@@ -129,9 +129,9 @@ class _ProfileRun:
             self._paged.model.compute_logits(hidden)
 
     def mixed_graphs_bytes(self, sizes: list[int], max_len: int) -> int:
-        """What graphs of mixed steps take of these sizes, if any is above the default; 0 where they cannot be."""
+        """What graphs of mixed steps take of these sizes; 0 where they cannot be, or are small."""
         largest = sizes[-1]
-        if largest <= DEFAULT_GRAPH_TOKENS or not can_plan_mixed(self._paged.backends, self._device):
+        if largest <= _MARGIN_TOKENS or not can_plan_mixed(self._paged.backends, self._device):
             return 0
         lens = np.full(-(-largest // max_len), max_len, dtype=np.int32)
         lens[-1] -= lens.sum() - largest
