@@ -86,7 +86,8 @@ def add_packed_product(
 
     Of few rows and a tile of one group the codes' numbers are multiplied, exactly, and their sums by the scale.
     Otherwise weights are rounded to x's dtype, and 4-bit ones are products of scales in that dtype where there is
-    packed math.
+    packed math. The four tiles of nibbles are one matrix where wgmma takes it, of which a thread has the same numbers:
+    it waits once, not four times. As the tensor cores of fewer warps or rows take it, threads would exchange numbers.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     scales_sums: tl.constexpr = (
@@ -94,19 +95,27 @@ def add_packed_product(
     )
     sums = tl.zeros(total.shape, tl.float32) if scales_sums else total
     if has_quads(layout):
-        run: tl.constexpr = layout[7]
-        inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)
         a, b, c, d, scales = load_quad(
             *(codes, packed, rows, at, num_inputs, block_inputs, is_whole, dtype, not scales_sums, layout, loaded)
         )
-        x_a = _load_rows(x, inputs, num_inputs, is_whole, is_row)
-        x_b = _load_rows(x, inputs + run, num_inputs, is_whole, is_row)
-        x_c = _load_rows(x, inputs + 2 * run, num_inputs, is_whole, is_row)
-        x_d = _load_rows(x, inputs + 3 * run, num_inputs, is_whole, is_row)
-        sums = tl.dot(a.to(dtype), x_a, sums, input_precision="ieee")
-        sums = tl.dot(b.to(dtype), x_b, sums, input_precision="ieee")
-        sums = tl.dot(c.to(dtype), x_c, sums, input_precision="ieee")
-        sums = tl.dot(d.to(dtype), x_d, sums, input_precision="ieee")
+        run: tl.constexpr = layout[7]
+        if total.shape[1] < 16 or (has_packed_math() and num_warps() < 4):
+            inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)
+            x_a = _load_rows(x, inputs, num_inputs, is_whole, is_row)
+            x_b = _load_rows(x, inputs + run, num_inputs, is_whole, is_row)
+            x_c = _load_rows(x, inputs + 2 * run, num_inputs, is_whole, is_row)
+            x_d = _load_rows(x, inputs + 3 * run, num_inputs, is_whole, is_row)
+            sums = tl.dot(a.to(dtype), x_a, sums, input_precision="ieee")
+            sums = tl.dot(b.to(dtype), x_b, sums, input_precision="ieee")
+            sums = tl.dot(c.to(dtype), x_c, sums, input_precision="ieee")
+            sums = tl.dot(d.to(dtype), x_d, sums, input_precision="ieee")
+        else:
+            place = tl.arange(0, block_inputs)
+            quarter: tl.constexpr = block_inputs // 4
+            inputs = at + spread_columns(place % quarter, layout) + place // quarter * run
+            inputs = tl.max_contiguous(tl.multiple_of(inputs, run), run)
+            rows_of_x = _load_rows(x, inputs, num_inputs, is_whole, is_row)
+            sums = tl.dot(_concatenated(a, b, c, d).to(dtype), rows_of_x, sums, input_precision="ieee")
     else:
         inputs = at + tl.arange(0, block_inputs)
         w = load_packed(codes, packed, rows, at, num_inputs, block_inputs, is_whole, not scales_sums, layout, loaded)
@@ -159,6 +168,13 @@ def packed_dot(
                 *(total, x, codes, packed, rows, at, num_inputs, block_inputs, is_whole, layout, is_row, None)
             )
     return rescaled(total, x.dtype.element_ty, layout)
+
+
+@triton.jit
+def _concatenated(a, b, c, d):
+    """Four [n, m] -> [n, 4 * m]."""
+    quads = tl.join(tl.join(a, b), tl.join(c, d))
+    return tl.reshape(tl.permute(quads, (0, 3, 2, 1)), [a.shape[0], 4 * a.shape[1]])
 
 
 @triton.jit
