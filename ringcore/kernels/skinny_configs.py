@@ -84,11 +84,11 @@ def choose_packed(
 
     Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm, others by tensor cores:
 
-        | outputs x inputs  | bytes | 1 row | 8    | 32   | 64   | 128  | 256   |
-        | 6,144 x 4,096     | 2.8   | 7.7   | 9.4  | 10.0 | 16.5 | 26.9 | 41.7  |
-        | 4,096 x 4,096     | 1.9   | 5.4   | 8.3  | 8.2  | 11.2 | 18.0 | 27.5  |
-        | 2 x 12,288, gated | 11.4  | 24.0  | 22.6 | 26.7 | 38.4 | 56.0 | 107.2 |
-        | 4,096 x 12,288    | 5.7   | 12.9  | 16.8 | 16.6 | 23.0 | 40.5 | 63.9  |
+        | outputs x inputs  | bytes | 1 row | 8    | 32   | 64   | 128  | 256  |
+        | 6,144 x 4,096     | 2.8   | 7.7   | 9.4  | 10.0 | 14.2 | 21.3 | 30.6 |
+        | 4,096 x 4,096     | 1.9   | 5.4   | 8.3  | 8.2  | 10.1 | 14.6 | 21.1 |
+        | 2 x 12,288, gated | 11.4  | 24.0  | 22.6 | 26.7 | 36.0 | 56.0 | 93.0 |
+        | 4,096 x 12,288    | 5.7   | 12.9  | 16.8 | 16.6 | 19.9 | 29.7 | 50.3 |
 
     cuBLAS takes 16.3, 52.0 and 31.1 for 64 rows of the first, third and fourth in 16 bits, 21.6, 73.3 and 41.7 for 256,
     and for 2,048 rows 130, 512 and 249, where tiles of packed weights take 299, 1,245 and 689; an expansion writes and
@@ -142,7 +142,7 @@ def _long_run_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig
     is_few = num_rows <= _MAX_DOT_ROWS
     block_inputs, block_rows = 256 if is_few else 128, 64 if num_rows <= 64 else 128
     tiles = -(-num_weights // 64) * -(-num_rows // block_rows)
-    if not is_few and tiles > 2 * NUM_SMS:
+    if not is_few and num_rows <= 128 and tiles > 2 * NUM_SMS:
         shape = (128, 128, 4, 4) if num_rows <= 64 else (128, 128, 8, 3)
         return DotConfig(*shape, 1, prefetched_inputs=0, block_rows=block_rows)
     wave = (3 if is_few else 2) * NUM_SMS

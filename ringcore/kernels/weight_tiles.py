@@ -34,6 +34,7 @@ __all__ = ["packed_dot", "rescaled", "tile_arguments"]
 _E2M1 = tl.constexpr(NIBBLES_E2M1)
 # Up to so many rows a group's scale multiplies sums, which are then fewer than the weights of a tile.
 _MAX_SCALED_SUMS = tl.constexpr(32)
+_MIN_MATRIX_ROWS = tl.constexpr(64)  # for which four tiles of nibbles are one matrix
 _ASYNC_BYTES = 4  # of a thread, the least that are copied asynchronously
 
 
@@ -86,8 +87,9 @@ def add_packed_product(
 
     Of few rows and a tile of one group the codes' numbers are multiplied, exactly, and their sums by the scale.
     Otherwise weights are rounded to x's dtype, and 4-bit ones are products of scales in that dtype where there is
-    packed math. The four tiles of nibbles are one matrix where wgmma takes it, of which a thread has the same numbers:
-    it waits once, not four times. As the tensor cores of fewer warps or rows take it, threads would exchange numbers.
+    packed math. The four tiles of nibbles are one matrix where a warp group takes it by wgmma, of which a thread has the
+    same numbers: it waits once, not four times. Two warp groups, or few rows, wait for less than that by turns, and
+    threads of fewer warps would exchange numbers.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     scales_sums: tl.constexpr = (
@@ -99,7 +101,7 @@ def add_packed_product(
             *(codes, packed, rows, at, num_inputs, block_inputs, is_whole, dtype, not scales_sums, layout, loaded)
         )
         run: tl.constexpr = layout[7]
-        if total.shape[1] < 16 or (has_packed_math() and num_warps() < 4):
+        if total.shape[1] < _MIN_MATRIX_ROWS or (has_packed_math() and (num_warps() != 4 or dtype == tl.float32)):
             inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)
             x_a = _load_rows(x, inputs, num_inputs, is_whole, is_row)
             x_b = _load_rows(x, inputs + run, num_inputs, is_whole, is_row)

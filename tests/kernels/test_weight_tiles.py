@@ -28,6 +28,7 @@ from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard
 FMA, WIDE_FMA = PackedFmaConfig(4, 64, 1, 5), PackedFmaConfig(2, 256, 1, 100)
 DOT = DotConfig(32, 64, 2, 2, 1)
 SPLIT, BLOCKS = DotConfig(32, 64, 2, 2, 2), DotConfig(32, 128, 2, 2, 1, block_rows=16)
+MATRIX = DotConfig(32, 128, 2, 2, 1)  # the nibbles of a word in one matrix, with more than 32 rows
 RUNS_FMA, RUNS_SPLIT = PackedFmaConfig(4, 128, 1, 5), DotConfig(32, 128, 2, 2, 2, block_rows=16)  # of 32
 FORMATS = {
     "fp8 block": formats.CodesFormat("fp8", "block", (32, 16), "weight_scale_inv"),
@@ -100,18 +101,32 @@ def random(*shape, seed=1):
         *((kind, FMA) for kind in FORMATS if kind not in NOT_FMA),
         *((kind, SPLIT) for kind in FORMATS),
         *(("w4 asym", BLOCKS), ("gptq", DOT), ("awq", WIDE_FMA)),
+        *((kind, MATRIX) for kind in ("w4 asym", "w4 channel", "awq wide", "gptq wide order")),
     ],
 )
 def test_product(device, kind, config, monkeypatch):
     weight, expanded = packed(kind, random(40, 256), device, monkeypatch)
     assert (weight.run == 32) == (kind in LONG_RUNS)
-    if kind in LONG_RUNS:
+    if kind in LONG_RUNS and config != MATRIX:
         with pytest.raises(AssertionError):
             skinny_linear(random(1, 256).to(device), weight, config)
         config = RUNS_FMA if isinstance(config, PackedFmaConfig) else RUNS_SPLIT
-    x = random(2 if isinstance(config, PackedFmaConfig) else 20, 256, seed=2).to(device)
+    x = random(2 if isinstance(config, PackedFmaConfig) else 40 if config == MATRIX else 20, 256, seed=2).to(device)
     expected = skinny_linear_reference(x, expanded)
     torch.testing.assert_close(skinny_linear(x, weight, config), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["w4 asym", "w4 channel", "awq wide", "gptq wide order", "fp8 block"])
+@pytest.mark.parametrize("num_rows", [1, 9, 30, 60, 100, 250])
+def test_16_bits_by_tiles_as_they_are_chosen(device, kind, num_rows, monkeypatch):
+    weight, expanded = packed(kind, random(4096, 1024), device, monkeypatch, torch.bfloat16)
+    x = random(num_rows, 1024, seed=2).to(device, torch.bfloat16)
+    config = weight.choose(4096, 1024, num_rows)
+    if config is not None:
+        expected = x.float() @ expanded.T
+        found = skinny_linear(x, weight, config).float()
+        assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", ["w4 asym", "awq", "gptq", "fp8 block"])

@@ -42,10 +42,10 @@ PRODUCTS = """
         x, gate = torch.empty(70, 512).bfloat16(), ExpertGate(is_interleaved=True)
         products.product(x, up, None, torch.bfloat16, gate=gate)
 
-    def linear(form, rows, *config, dtype=torch.bfloat16, group_size=128):
+    def linear(form, rows, *config, dtype=torch.bfloat16, group_size=128, run=8):
         codes, words = torch.zeros(256, 512, dtype=torch.uint8), torch.zeros(256, 128, dtype=torch.int16)
         stored, scales = words if form == NIBBLES else codes, torch.ones(256, 512 // group_size)
-        options = {"group_size": group_size, "zero": 8, "run": 8}
+        options = {"group_size": group_size, "zero": 8, "run": run}
         weight = PackedWeight(stored, scales, (256, 512), dtype, form, stored.stride(0), **options)
         skinny_linear(torch.zeros(rows, 512, dtype=dtype), weight, DotConfig(*config, 1))
 
@@ -83,9 +83,10 @@ def test_all_that_expand_in_registers(tmp_path):
         lambda: linear(BYTES_INT8, 64, 128, 64, 4, 4), lambda: linear(BYTES_FP8, 64, 128, 64, 8, 4),
         lambda: linear(NIBBLES, 64, 128, 64, 4, 3, group_size=32),
         lambda: linear(NIBBLES, 64, 128, 64, 4, 3, dtype=torch.float16),
+        lambda: linear(NIBBLES, 64, 64, 128, 4, 4, run=32), lambda: linear(NIBBLES, 64, 128, 128, 8, 3, run=32),
         lambda: prompts(64, False), lambda: prompts(128, False), lambda: prompts(128, True),
     ]"""
-    assert run(PRODUCTS.replace("LAUNCHES", launches), tmp_path) == "12\n"
+    assert run(PRODUCTS.replace("LAUNCHES", launches), tmp_path) == "14\n"
 
 
 @pytest.mark.parametrize("waits", [True, False])
