@@ -37,10 +37,8 @@ class StepResults(NamedTuple):
     def ends(
         self, running: RunningTable, stop_tokens: StopTokens
     ) -> tuple[list[int], list[Request], list[EngineCoreOutput]]:
-        """The finished requests: the indices of the complete ones, all complete or failed requests, their last outputs.
-
-        The caller has appended the tokens.
-        """
+        """The finished requests: the indices of the complete ones, all complete or failed requests, their last
+        outputs."""
         candidates = self._candidates(running, stop_tokens)
         if not candidates and not self.failed:
             return [], [], []
@@ -118,13 +116,18 @@ class StepResults(NamedTuple):
 
 
 def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable) -> StepResults:
-    """Confirms the tokens that the step computed, and drops results of requests that were preempted or ended since."""
+    """Confirms the tokens that the step computed, and appends those that it sampled; drops results of requests that
+    were preempted or ended since."""
     spans = RowSpans(step.num_steps, output.num_gained)
     if step.version == running.version and step.samples is None and output.rows is None and not output.row_errors:
         _check_tokens(step, output, spans, step.max_gained, running.num)
-        running.confirmed += step.num_steps
-        if step.max_gained is not None:
-            running.confirm_gains(_ALL, step.max_gained, spans.per_row)
+        if step.max_gained is None and spans.counts is None:
+            running.append_to_all(output.token_ids, step.num_steps)
+        else:
+            running.confirmed += step.num_steps
+            if step.max_gained is not None:
+                running.confirm_gains(_ALL, step.max_gained, spans.per_row)
+            running.append_tokens(_ALL, output.token_ids, spans)
         prompts = output.prompt_logprobs, output.pooled
         return StepResults(_ALL, step.rows, output.token_ids, spans, output.logprobs, [], *prompts)
     positions = running.positions_of_runs(step.rows, step.runs)
@@ -142,6 +145,7 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
     token_ids, spans, logprobs = _kept(output.token_ids, spans, output.logprobs, kept)
     if max_gained is not None:
         running.confirm_gains(here, max_gained[kept], spans.per_row)
+    running.append_tokens(here, token_ids, spans)
     rows = step.rows[alive & sampled]
     prompt_logprobs = output.prompt_logprobs and [one for one in output.prompt_logprobs if one.row in rows]
     pooled = output.pooled and [one for one in output.pooled if one.row in rows]
