@@ -144,9 +144,9 @@ class GroupManager(ABC):
 
     def extend_by_one(self, rows: np.ndarray) -> np.ndarray:
         """One more block for each row. [n] int32."""
-        ids = self._pool.allocate(len(rows))
-        self._tables[rows, self.num_blocks[rows]] = ids
-        self.num_blocks[rows] += 1
+        ids, num_blocks = self._pool.allocate(len(rows)), self.num_blocks[rows]
+        self._tables[rows, num_blocks] = ids
+        self.num_blocks[rows] = num_blocks + 1
         return ids.astype(np.int32)
 
     def clear(self, rows: np.ndarray) -> None:

@@ -48,10 +48,10 @@ class StepResults(NamedTuple):
             for request, (_, message) in zip(requests, self.failed, strict=True)
         ]
         indices = []
-        for index in candidates:
-            position = index if isinstance(self.positions, slice) else int(self.positions[index])
-            request = running.request_at(position)
-            last = self._last_output(index, request, int(running.known[position]))
+        of_candidates = running.known[self.positions][candidates].tolist()
+        for index, row, num_known in zip(candidates, self.rows[candidates].tolist(), of_candidates, strict=True):
+            request = running.request_in(row)
+            last = self._last_output(index, request, num_known)
             if last is not None:
                 indices.append(index)
                 requests.append(request)
@@ -132,14 +132,14 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
         return StepResults(_ALL, step.rows, output.token_ids, spans, output.logprobs, [], *prompts)
     positions = running.positions_of_runs(step.rows, step.runs)
     alive = positions >= 0
-    erring = np.isin(step.rows, [error.row for error in output.row_errors])
+    messages = {error.row: error.message for error in output.row_errors}
+    erring = np.isin(step.rows, [*messages]) if messages else np.zeros(len(step.rows), bool)
     good = alive & ~erring  # the prefix cache must not get blocks of an erring row
     running.confirmed[positions[good]] += step.num_steps if step.counts is None else step.counts[good]
     sampled = ~erring if step.samples is None else step.samples & ~erring
     _check_rows(step, output, sampled)
     max_gained = None if step.max_gained is None else step.max_gained[sampled]
     _check_tokens(step, output, spans, max_gained, int(sampled.sum()))
-    messages = {error.row: error.message for error in output.row_errors}
     failed = [(int(positions[index]), messages[int(step.rows[index])]) for index in np.flatnonzero(alive & erring)]
     here, kept = positions[alive & sampled], alive[sampled]
     token_ids, spans, logprobs = _kept(output.token_ids, spans, output.logprobs, kept)
@@ -153,7 +153,7 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
 
 
 def _of_row(found: list[_OfPrompt], row: int | None) -> _OfPrompt | None:
-    return next((one for one in found if one.row == row), None)
+    return next((one for one in found if one.row == row), None) if found else None
 
 
 def _kept(

@@ -184,7 +184,10 @@ class RunningTable:
         return int(self._positions[request.row])
 
     def request_at(self, position: int) -> Request:
-        request = self.requests[int(self.row[position])]
+        return self.request_in(int(self.row[position]))
+
+    def request_in(self, row: int) -> Request:
+        request = self.requests[row]
         assert request is not None
         return request
 
