@@ -121,7 +121,7 @@ class RunningTable:
             [request.priority for request in requests],
             [request.sequence for request in requests],
         )
-        self._matrix = np.concatenate((self._matrix, columns), axis=1)
+        self._matrix = np.concatenate((self._matrix, np.array(columns)), axis=1)
         for row, length, request in zip(rows, lengths, requests, strict=True):
             self.token_ids[row, :length] = request.tokens
             self.requests[row] = request
@@ -143,7 +143,7 @@ class RunningTable:
         for row in left.tolist():
             self.requests[row] = None
         begin, num = min(positions), self.num - len(positions)
-        self._matrix = self._matrix[:, keep]
+        self._matrix = self._matrix.compress(keep, axis=1)  # contiguous, which an index does not promise
         self.num = num
         self._changed()
         self._positions[self.row[begin:]] = np.arange(begin, num)
@@ -217,6 +217,7 @@ class RunningTable:
         assert self._positions[rows].tolist() == list(range(self.num)), "rows and positions disagree"
         assert self._runs[rows].tolist() == self.run.tolist() == self.run_ids.tolist(), "rows and runs disagree"
         assert self.row_ids.tolist() == rows, "row_ids are stale"
+        assert self._matrix.flags.c_contiguous, "a step of all takes a slow loop"
         in_use = {row for row, request in enumerate(self.requests) if request is not None}
         assert in_use == set(rows) == set(np.flatnonzero(self._runs >= 0).tolist()), "a row is in use without a request"
         for position, row in enumerate(rows):
