@@ -99,10 +99,10 @@ class BlockHasher:
 
     def _root_of(self, extra_keys: ExtraKeys) -> bytes:
         """The root digest. BLAKE2b's personalization separates it from block digests: no salt passes for tokens."""
+        if extra_keys.cache_salt is None and extra_keys.adapter is None:
+            return self._root
         named = ((b"salt", extra_keys.cache_salt), (b"adapter", extra_keys.adapter))
         parts = [name + _sized(key.encode("utf-8", "surrogatepass")) for name, key in named if key is not None]
-        if not parts:
-            return self._root
         return blake2b(self._root + b"".join(parts), digest_size=_DIGEST_BYTES, person=b"root").digest()
 
     def _item_keys(self, extra_keys: ExtraKeys, first: int, end: int) -> dict[int, bytes]:

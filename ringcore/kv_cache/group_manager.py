@@ -25,6 +25,9 @@ from ringcore.kv_cache.unhashed_blocks import UnhashedBlocks
 __all__ = ["CachedBlocks", "GroupManager", "cells_of_rows"]
 
 
+_ONE = np.array(1)  # numpy takes as long to convert a Python number as to add it
+
+
 class CachedBlocks(Protocol):
     """Where a prefix is looked up: the `BlockPool`, or all that can be had."""
 
@@ -144,9 +147,9 @@ class GroupManager(ABC):
 
     def extend_by_one(self, rows: np.ndarray) -> np.ndarray:
         """One more block for each row. [n] int32."""
-        ids = self._pool.allocate(len(rows))
-        self._tables[rows, self.num_blocks[rows]] = ids
-        self.num_blocks[rows] += 1
+        ids, num_blocks = self._pool.allocate(len(rows)), self.num_blocks[rows]
+        self._tables[rows, num_blocks] = ids
+        self.num_blocks[rows] = num_blocks + _ONE
         return ids.astype(np.int32)
 
     def clear(self, rows: np.ndarray) -> None:

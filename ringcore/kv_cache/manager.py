@@ -68,6 +68,7 @@ class KVCacheManager:
         self.occupancy = Occupancy(self._pool, self._groups)
         self.stored = None if store is None else StoredPrefixes(store, self._pool, self._groups, alignment)
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
+        self._block_size = np.array(sizes[0])  # an array: numpy converts a Python number in each call
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._users: dict[int, CacheUser] = {}  # by row in use
         # Rows that start, with their prefixes, and by group the blocks to allocate for each.
@@ -76,8 +77,7 @@ class KVCacheManager:
         # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it next
         # has a block to publish, and one to free.
         self.capacity = np.zeros(max_num_seqs, np.int64)
-        self._next_publish = np.zeros(max_num_seqs, np.int64)
-        self._next_release = np.zeros(max_num_seqs, np.int64)
+        self._next_publish, self._next_release = np.zeros((2, max_num_seqs), np.int64)
         self._num_cached = np.zeros(max_num_seqs, np.int64)  # its prefix cache hit when it started
 
     @property
@@ -202,9 +202,8 @@ class KVCacheManager:
         """`extend` by one token for rows [n] int64 without a slot for it; fast path, as almost every step has some."""
         if len(self._groups) > 1:  # then some groups may have the slot
             return self.extend(rows, self.capacity[rows] + 1)
-        (group,) = self._groups
-        block_ids = group.extend_by_one(rows)
-        self.capacity[rows] += group.block_size
+        block_ids = self._groups[0].extend_by_one(rows)
+        self.capacity[rows] += self._block_size
         return [(rows.astype(np.int32), block_ids)]
 
     def publish(self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray) -> None:

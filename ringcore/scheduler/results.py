@@ -37,10 +37,8 @@ class StepResults(NamedTuple):
     def ends(
         self, running: RunningTable, stop_tokens: StopTokens
     ) -> tuple[list[int], list[Request], list[EngineCoreOutput]]:
-        """The finished requests: the indices of the complete ones, all complete or failed requests, their last outputs.
-
-        The caller has appended the tokens.
-        """
+        """The finished requests: the indices of the complete ones, all complete or failed requests, their last
+        outputs."""
         candidates = self._candidates(running, stop_tokens)
         if not candidates and not self.failed:
             return [], [], []
@@ -50,10 +48,10 @@ class StepResults(NamedTuple):
             for request, (_, message) in zip(requests, self.failed, strict=True)
         ]
         indices = []
-        for index in candidates:
-            position = index if isinstance(self.positions, slice) else int(self.positions[index])
-            request = running.request_at(position)
-            last = self._last_output(index, request, int(running.known[position]))
+        of_candidates = running.known[self.positions][candidates].tolist()
+        for index, row, num_known in zip(candidates, self.rows[candidates].tolist(), of_candidates, strict=True):
+            request = running.request_in(row)
+            last = self._last_output(index, request, num_known)
             if last is not None:
                 indices.append(index)
                 requests.append(request)
@@ -118,30 +116,36 @@ class StepResults(NamedTuple):
 
 
 def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable) -> StepResults:
-    """Confirms the tokens that the step computed, and drops results of requests that were preempted or ended since."""
+    """Confirms the tokens that the step computed, and appends those that it sampled; drops results of requests that
+    were preempted or ended since."""
     spans = RowSpans(step.num_steps, output.num_gained)
     if step.version == running.version and step.samples is None and output.rows is None and not output.row_errors:
         _check_tokens(step, output, spans, step.max_gained, running.num)
-        running.confirmed += step.num_steps
-        if step.max_gained is not None:
-            running.confirm_gains(_ALL, step.max_gained, spans.per_row)
+        if step.max_gained is None and spans.counts is None:
+            running.append_to_all(output.token_ids, step.num_steps)
+        else:
+            running.confirmed += step.num_steps
+            if step.max_gained is not None:
+                running.confirm_gains(_ALL, step.max_gained, spans.per_row)
+            running.append_tokens(_ALL, output.token_ids, spans)
         prompts = output.prompt_logprobs, output.pooled
         return StepResults(_ALL, step.rows, output.token_ids, spans, output.logprobs, [], *prompts)
     positions = running.positions_of_runs(step.rows, step.runs)
     alive = positions >= 0
-    erring = np.isin(step.rows, [error.row for error in output.row_errors])
+    messages = {error.row: error.message for error in output.row_errors}
+    erring = np.isin(step.rows, [*messages]) if messages else np.zeros(len(step.rows), bool)
     good = alive & ~erring  # the prefix cache must not get blocks of an erring row
     running.confirmed[positions[good]] += step.num_steps if step.counts is None else step.counts[good]
     sampled = ~erring if step.samples is None else step.samples & ~erring
     _check_rows(step, output, sampled)
     max_gained = None if step.max_gained is None else step.max_gained[sampled]
     _check_tokens(step, output, spans, max_gained, int(sampled.sum()))
-    messages = {error.row: error.message for error in output.row_errors}
     failed = [(int(positions[index]), messages[int(step.rows[index])]) for index in np.flatnonzero(alive & erring)]
     here, kept = positions[alive & sampled], alive[sampled]
     token_ids, spans, logprobs = _kept(output.token_ids, spans, output.logprobs, kept)
     if max_gained is not None:
         running.confirm_gains(here, max_gained[kept], spans.per_row)
+    running.append_tokens(here, token_ids, spans)
     rows = step.rows[alive & sampled]
     prompt_logprobs = output.prompt_logprobs and [one for one in output.prompt_logprobs if one.row in rows]
     pooled = output.pooled and [one for one in output.pooled if one.row in rows]
@@ -149,7 +153,7 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
 
 
 def _of_row(found: list[_OfPrompt], row: int | None) -> _OfPrompt | None:
-    return next((one for one in found if one.row == row), None)
+    return next((one for one in found if one.row == row), None) if found else None
 
 
 def _kept(

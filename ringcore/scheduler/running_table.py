@@ -27,10 +27,11 @@ __all__ = ["RunningTable"]
 _COLUMNS = (
     "row",
     "run",
-    "known",
     "total",
     "computed",
     "confirmed",
+    "known",
+    "end",
     "last_step",
     "capacity",
     "max_total",
@@ -38,24 +39,32 @@ _COLUMNS = (
     "priority",
     "sequence",
 )
+# Neighbouring columns, to which a step of all adds the same.
 _SCHEDULED = slice(_COLUMNS.index("total"), _COLUMNS.index("computed") + 1)
+_ARRIVED = slice(_COLUMNS.index("confirmed"), _COLUMNS.index("end") + 1)
+_ONE = np.array(1)  # numpy takes as long to convert a Python number as to add it
+_LINE_TOKENS = 16  # of int32, in a cache line
 
 
 class RunningTable:
     """Columns of `num` int64 each, as attributes; they are views, valid until `add` or `remove`.
 
     row: the worker's row. run: a unique number for each start of a request, which tells its results in flight from
-    those of the row's previous owner. capacity: tokens that have slots in the KV cache. max_total: the length at which
-    the request ends. max_gain: the most tokens that it may gain in a step. priority, sequence: the request's.
+    those of the row's previous owner. end: where its next token goes in a flat view of the token ids. capacity: tokens
+    that have slots in the KV cache. max_total: the length at which the request ends. max_gain: the most tokens that it
+    may gain in a step. priority, sequence: the request's.
 
     `version` changes with each `add` and `remove`. `min_room` is a lower bound of `max_total - total` over all.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
-        self._matrix = np.zeros((len(_COLUMNS), max_num_seqs), dtype=np.int64)
-        # np.zeros commits memory on first touch, so that rows which never run cost nothing.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)  # by row: the known tokens
-        self._all_token_ids = self.token_ids.reshape(-1)  # a flat view of it
+        # No wider than requests run: so a step adds to several columns in one plain loop over contiguous memory.
+        self._matrix = np.zeros((len(_COLUMNS), 0), dtype=np.int64)
+        # np.zeros commits memory on first touch, so that rows which never run cost nothing. A row has an odd number of
+        # cache lines: by a power of two the ends of all rows would share a few places in the CPU cache.
+        self._stride = (-(-max_model_len // _LINE_TOKENS) | 1) * _LINE_TOKENS
+        self._all_token_ids = np.zeros(max_num_seqs * self._stride, dtype=np.int32)
+        self.token_ids = self._all_token_ids.reshape(max_num_seqs, -1)[:, :max_model_len]  # by row: the known tokens
         self.requests: list[Request | None] = [None] * max_num_seqs  # by row
         self._positions = np.zeros(max_num_seqs, dtype=np.int64)  # by row, of rows in use
         self._runs = np.full(max_num_seqs, -1, dtype=np.int64)  # by row; -1 of rows not in use
@@ -72,21 +81,21 @@ class RunningTable:
         (
             self.row,
             self.run,
-            self.known,
             self.total,
             self.computed,
             self.confirmed,
+            self.known,
+            self.end,
             self.last_step,
             self.capacity,
             self.max_total,
             self.max_gain,
             self.priority,
             self.sequence,
-        ) = self._matrix[:, : self.num]
-        self._scheduled = self._matrix[_SCHEDULED, : self.num]
+        ) = self._matrix
+        self._scheduled, self._arrived = self._matrix[_SCHEDULED], self._matrix[_ARRIVED]
         self.row_ids = self.row.astype(np.int32)  # int32 as in messages; like `run_ids` never changed in place
         self.run_ids = self.run.copy()
-        self._begins = self.row * self.token_ids.shape[1]  # of their rows in `_all_token_ids`
 
     def add(
         self, requests: Sequence[Request], rows: Sequence[int], computed: Sequence[int], capacity: np.ndarray
@@ -97,13 +106,14 @@ class RunningTable:
         self._num_runs += len(requests)
         lengths = [len(request.tokens) for request in requests]
         limits = [request.max_total_tokens for request in requests]
-        self._matrix[:, begin:end] = (
+        columns = (
             rows,
             range(first, self._num_runs),
             lengths,
+            computed,
+            computed,
             lengths,
-            computed,
-            computed,
+            [row * self._stride + length for row, length in zip(rows, lengths, strict=True)],
             [-1] * len(requests),
             capacity,
             limits,
@@ -111,6 +121,7 @@ class RunningTable:
             [request.priority for request in requests],
             [request.sequence for request in requests],
         )
+        self._matrix = np.concatenate((self._matrix, np.array(columns)), axis=1)
         for row, length, request in zip(rows, lengths, requests, strict=True):
             self.token_ids[row, :length] = request.tokens
             self.requests[row] = request
@@ -132,7 +143,7 @@ class RunningTable:
         for row in left.tolist():
             self.requests[row] = None
         begin, num = min(positions), self.num - len(positions)
-        self._matrix[:, begin:num] = self._matrix[:, begin : self.num][:, keep[begin:]]
+        self._matrix = self._matrix.compress(keep, axis=1)  # contiguous, which an index does not promise
         self.num = num
         self._changed()
         self._positions[self.row[begin:]] = np.arange(begin, num)
@@ -141,15 +152,23 @@ class RunningTable:
 
     def append_tokens(self, positions: np.ndarray | slice, token_ids: np.ndarray, spans: RowSpans) -> None:
         """Appends known tokens to each of these: token_ids [num_tokens], of which row i of `spans` goes to the i-th."""
-        ends = (self._begins + self.known)[positions]
+        self._store(self.end[positions], token_ids, spans)
+        self.known[positions] += spans.per_row
+        self.end[positions] += spans.per_row
+
+    def append_to_all(self, token_ids: np.ndarray, each: int) -> None:
+        """Appends `each` tokens to every request, and confirms as many."""
+        self._store(self.end, token_ids, RowSpans(each))
+        self._arrived += _ONE if each == 1 else each
+
+    def _store(self, ends: np.ndarray, token_ids: np.ndarray, spans: RowSpans) -> None:
         if spans.counts is not None or spans.each > 1:
             ends = spans.repeat(ends) + spans.offsets(len(ends))
         self._all_token_ids[ends] = token_ids
-        self.known[positions] += spans.per_row
 
     def schedule_all(self, num_tokens: int) -> None:
         """A step computes and samples `num_tokens` tokens of each."""
-        self._scheduled += num_tokens
+        self._scheduled += _ONE if num_tokens == 1 else num_tokens
         self.min_room -= num_tokens
 
     def confirm_gains(self, positions: np.ndarray | slice, most: np.ndarray, gained: np.ndarray | int) -> None:
@@ -165,7 +184,10 @@ class RunningTable:
         return int(self._positions[request.row])
 
     def request_at(self, position: int) -> Request:
-        request = self.requests[int(self.row[position])]
+        return self.request_in(int(self.row[position]))
+
+    def request_in(self, row: int) -> Request:
+        request = self.requests[row]
         assert request is not None
         return request
 
@@ -195,12 +217,14 @@ class RunningTable:
         assert self._positions[rows].tolist() == list(range(self.num)), "rows and positions disagree"
         assert self._runs[rows].tolist() == self.run.tolist() == self.run_ids.tolist(), "rows and runs disagree"
         assert self.row_ids.tolist() == rows, "row_ids are stale"
+        assert self._matrix.flags.c_contiguous, "a step of all takes a slow loop"
         in_use = {row for row, request in enumerate(self.requests) if request is not None}
         assert in_use == set(rows) == set(np.flatnonzero(self._runs >= 0).tolist()), "a row is in use without a request"
         for position, row in enumerate(rows):
             request = self.requests[row]
             assert request is not None, "a row runs without a request"
             assert (request.row, request.run) == (row, self.run[position]), "not its row's owner"
+        assert (self.end == self.row * self._stride + self.known).all(), "an end is stale"
         assert (self.confirmed <= self.computed).all()
         assert (self.computed <= self.total).all()
         assert (self.known <= self.total).all()

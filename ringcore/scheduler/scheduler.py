@@ -230,7 +230,6 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.step == scheduler_output.step == model_output.step, "steps come back in the order of scheduling"
         results = apply_output(step, model_output, self._table)
-        self._table.append_tokens(results.positions, results.token_ids, results.spans)
         indices, ended, others = results.ends(self._table, self._running.stop_tokens)
         prompt_logprobs, pooled = results.prompts_without(others)
         if ended:

@@ -78,6 +78,18 @@ def test_tokens_are_appended_to_their_rows(table):
     ]
 
 
+@pytest.mark.parametrize("each", [1, 2])
+def test_tokens_of_a_step_of_all_are_appended_and_as_many_confirmed(table, each):
+    confirmed = table.confirmed.copy()
+    table.schedule_all(each)
+    table.append_to_all(np.arange(3 * each, dtype=np.int32), each)
+    table.check()
+    assert [table.tokens_of(position).tolist()[-each:] for position in range(3)] == np.arange(3 * each).reshape(
+        3, each
+    ).tolist()
+    assert (table.confirmed - confirmed).tolist() == [each] * 3
+
+
 def test_several_tokens_each(table):
     table.total += 2
     table.append_tokens(np.array([0, 2]), np.array([1, 2, 3, 4], dtype=np.int32), RowSpans(2))
