@@ -87,8 +87,8 @@ def add_packed_product(
 
     Of few rows and a tile of one group the codes' numbers are multiplied, exactly, and their sums by the scale.
     Otherwise weights are rounded to x's dtype, and 4-bit ones are products of scales in that dtype where there is
-    packed math. The four tiles of nibbles are one matrix where a warp group takes it by wgmma, of which a thread has the
-    same numbers: it waits once, not four times. Two warp groups, or few rows, wait for less than that by turns, and
+    packed math. The four tiles of nibbles are one matrix where a warp group takes it by wgmma, of which a thread has
+    the same numbers: it waits once, not four times. Two warp groups, or few rows, wait for less than that by turns, and
     threads of fewer warps would exchange numbers.
     """
     dtype: tl.constexpr = x.dtype.element_ty
