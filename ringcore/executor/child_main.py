@@ -14,19 +14,17 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ringcore.executor.stack_thread import arm_stack_dumps
 from ringcore.host.log_forwarding import forward_logs
 
-__all__ = ["NEXT_PARENT", "NEXT_PID", "PARENT_DEATH", "STACKS", "STACKS_ARMED", "STACKS_SIGNAL", "run"]
+__all__ = ["NEXT_PARENT", "NEXT_PID", "PARENT_DEATH", "STACKS", "run"]
 
 # Names among the entry's descriptors.
 PARENT_DEATH = "parent_death"  # hangs up when the parent ends
 NEXT_PARENT = "next_parent"  # of a process that can be handed over: says with which process it dies from then on
-STACKS = "stacks"  # a memfd in append mode, for the Python stacks that `STACKS_SIGNAL` requests
+STACKS = "stacks"  # a memfd in append mode, for the Python stacks that are requested (`stack_thread`)
 
 NEXT_PID = struct.Struct("=i")  # what `NEXT_PARENT` says, once
-
-STACKS_SIGNAL = signal.SIGRTMIN + 3  # no library uses it; SIGUSR1 and 2 belong to the user
-STACKS_ARMED = b"armed\n"  # the memfd's first content: earlier, the signal would end the process
 
 
 def run(header: Mapping[str, Any], payload: bytes) -> None:
@@ -36,8 +34,8 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
     already set).
     """
     fds: dict[str, int] = dict(header["fds"])
+    arm_stack_dumps(fds[STACKS])  # before any other thread starts
     _die_with_parent(fds[PARENT_DEATH], header["parent_pid"], fds.get(NEXT_PARENT))
-    _arm_stack_dumps(fds[STACKS])
     # The terminal sends Ctrl-C to the whole process group, but only the process that the user started decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     forward_logs(header["name"], header["log_level"])
@@ -48,16 +46,6 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
         comm.write(f"ringcore {header['name']}"[:15])  # what ps and top show
     module, function = header["entry"].split(":")
     vars(importlib.import_module(module))[function](payload, fds)
-
-
-def _arm_stack_dumps(fd: int) -> None:
-    """A signal handler in C writes the stacks, even while native code holds the GIL.
-
-    SIG_IGN below it: at interpreter exit the handler is removed before the process ends.
-    """
-    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
-    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
-    os.write(fd, STACKS_ARMED)
 
 
 def _die_with_parent(pipe_fd: int, parent_pid: int, next_fd: int | None) -> None:

@@ -217,13 +217,14 @@ class ChildProcess:
     def python_stacks(self, timeout_s: float = 0.5) -> str:
         """The Python stack of each of its threads, as text; requested by a signal, without other effect on the child.
 
-        Works while native code holds the GIL. Without a stack it gives the reason: "stopped: no stack".
+        Works while native code holds the GIL too (see `request_stacks`). Without a stack it gives the reason:
+        "stopped: no stack".
         """
         with self._lock:  # the descriptors stay open
             state = self.process_state()
             if self._is_closed or state in ("stopped", "zombie", "gone"):
                 return f"{state}: no stack"
-            return self._stacks.ask(self.signal, timeout_s)
+            return self._stacks.ask(self.pid, self.signal, timeout_s)
 
     def terminate(self, grace_s: float = 0.0) -> None:
         """Ends it and frees its descriptors here: see `terminate_all`. Idempotent."""

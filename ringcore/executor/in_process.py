@@ -13,8 +13,8 @@ from ringcore.executor.futures import Failed, Values, too_late
 from ringcore.executor.rpc_call import EncodedCall, RpcFuture
 from ringcore.executor.value_codec import decode_error
 from ringcore.executor.worker_calls import perform_call
+from ringcore.host.thread_stacks import thread_stacks
 from ringcore.protocol.messages import RankHealth
-from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["call_workers", "report_of", "worker_health"]
 

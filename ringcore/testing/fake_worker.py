@@ -11,6 +11,7 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.host.resources import process_usage, resident_bytes
+from ringcore.host.thread_stacks import thread_stacks
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import TokenLogprobs
@@ -26,7 +27,6 @@ from ringcore.testing.step_cost import StepWork
 from ringcore.testing.tokens import Script, make_token_source
 from ringcore.tracing import Tracer
 from ringcore.worker.rpc import rpc
-from ringcore.worker.thread_stacks import thread_stacks
 from ringcore.worker.traced_worker import TracedWorker
 
 __all__ = ["FakeWorker"]

@@ -13,6 +13,7 @@ from ringcore.distributed.pipeline import StageLink
 from ringcore.errors import InvalidRequestError, SleepingError
 from ringcore.grammars import model_grammars
 from ringcore.host.resources import process_usage, resident_bytes
+from ringcore.host.thread_stacks import thread_stacks
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from ringcore.model_executor import ops
 from ringcore.params.structured_outputs import StructuredOutputsParams
@@ -35,7 +36,6 @@ from ringcore.worker.runner.step_launcher import StepLauncher
 from ringcore.worker.sleep import RESIDENT, RankMemory, begin_host_store
 from ringcore.worker.start_up.connections import connect, stage_of
 from ringcore.worker.start_up.memory_budget import StepPeaks, format_table, memory_table
-from ringcore.worker.thread_stacks import thread_stacks
 from ringcore.worker.traced_worker import Recorder, TracedWorker
 from ringcore.worker.weights.weight_group import BroadcastGroup
 from ringcore.worker.weights.weight_sources import WeightReceiver

@@ -93,3 +93,19 @@ def logs_in_a_child(payload: bytes, fds: dict[str, int]) -> None:
     assert child.wait(60)
     child.terminate()
     logging.getLogger("ringcore.engine_core.loop").warning("the engine's own")
+
+
+def run_hard(payload: bytes, fds: dict[str, int]) -> None:
+    """Threads whose frames come and go."""
+
+    def count(depth: int) -> int:
+        return sum(count(depth - 1) for _ in range(2)) if depth else 1
+
+    def forever() -> None:
+        while True:
+            count(9)
+
+    for _ in range(3):
+        threading.Thread(target=forever, daemon=True).start()
+    os.write(fds["out"], b"up")
+    forever()

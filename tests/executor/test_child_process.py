@@ -196,6 +196,17 @@ def test_stacks_though_native_code_holds_the_gil(out):
     child.terminate()
 
 
+def test_stacks_of_threads_that_run_python(out):
+    """Whose frames go while they are read: a handler that reads them without the GIL ends such a child soon."""
+    child = start(child_entries.run_hard, b"", {"out": out[1]})
+    assert os.read(out[0], 2) == b"up"
+    for _ in range(40):
+        assert "in forever" in child.python_stacks(BOUND_S)
+        assert child.is_alive()
+    child.signal(signal.SIGKILL)
+    child.terminate()
+
+
 def test_a_stopped_child_has_no_stack_and_is_not_waited_for(out):
     child = start(child_entries.stand_still, b"", {"out": out[1]})
     assert os.read(out[0], 2) == b"up"

@@ -14,6 +14,7 @@ from ringcore.config import EngineConfig
 from ringcore.engine_core.admin.step_times import StepTimes
 from ringcore.errors import InvalidRequestError
 from ringcore.host.resources import resident_bytes
+from ringcore.host.thread_stacks import thread_stacks
 from ringcore.metrics.draft_log import DraftLog
 from ringcore.protocol.introspection import (
     MAX_CELLS,
@@ -31,7 +32,6 @@ from ringcore.protocol.messages import EngineHealth, EngineReady
 from ringcore.protocol.requests import EngineCoreOutput
 from ringcore.protocol.scopes import Scope
 from ringcore.scheduler.scheduler import Scheduler
-from ringcore.worker.thread_stacks import thread_stacks
 
 __all__ = ["OPERATOR_CALLS", "Engine", "Gate", "OperatorCalls"]
 
