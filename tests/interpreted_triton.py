@@ -47,6 +47,12 @@ def use_interpreter() -> None:
     core.tensor.__init__ = _kept_shapes(core)
 
 
+def multiply_in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """For `np.matmul`, by which the interpreter multiplies: a row's bits do not depend on its place, as they may in the
+    host's BLAS."""
+    return np.add.reduce(a.astype(dtype)[:, :, None] * b.astype(dtype)[None], 1)
+
+
 def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     def unless_equal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         if lhs.shape is rhs.shape:  # `_kept_shapes`: equal ones are one object

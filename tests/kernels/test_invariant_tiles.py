@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from interpreted_triton import multiply_in_order
 
 from ringcore.kernels import invariant_tiles
 from ringcore.kernels.invariant_tiles import InvariantTiles, agreeing_tiles
@@ -15,15 +16,10 @@ from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 
 
-def _matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    return np.add.reduce(a.astype(dtype)[:, :, None] * b.astype(dtype)[None], 1)
-
-
 @pytest.fixture(autouse=True)
 def sums_in_order(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies by the host's BLAS, in which a row's bits depend on its place: here they do not."""
     if device.type == "cpu":
-        monkeypatch.setattr(np, "matmul", _matmul)
+        monkeypatch.setattr(np, "matmul", multiply_in_order)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.float16, 0.01)])

@@ -136,9 +136,10 @@ class TopApp(App[None]):
         self._show_requests(view)
 
     def _show_header(self) -> None:
-        if self._monitor is not None:
-            box = self.query_one("#header", Static)
-            lines = header(self._monitor.view, self._monitor.silent_s(), max(10, self.size.width - 2))
+        if self._monitor is None:
+            return
+        lines = header(self._monitor.view, self._monitor.silent_s(), max(10, self.size.width - 2))
+        for box in self.query("#header").results(Static):  # none while the screen ends, as the timer may find it
             box.update(Text("\n", no_wrap=True).join(lines))
 
     @property
