@@ -172,9 +172,9 @@ def test_the_stack_names_every_thread(tiny_llama: tuple[str, Any]) -> None:
     text = call_rpc(worker, "stack")
     gate.set()
     thread.join(60)
-    assert text.startswith("thread 'MainThread':")
+    assert text.startswith("thread 'MainThread' (most recent call first):")
     assert "test_the_stack_names_every_thread" in text
-    side = text.partition("thread 'a side thread':")[2].partition("thread '")[0]
+    side = text.partition("thread 'a side thread' (most recent call first):")[2].partition("thread '")[0]
     assert "stand_at_the_gate" in side
 
 
@@ -193,7 +193,7 @@ def test_read_only_methods_run_beside_steps(
             seen.append((stats["num_steps"], stats["num_tokens"]))
             assert worker.memory()["weights_bytes"] > 0
             assert worker.health()["stage"] == "ready"
-            assert worker.stack().startswith("thread 'MainThread':")
+            assert worker.stack().startswith("thread 'MainThread' (")
 
     thread = threading.Thread(target=look)
     thread.start()
