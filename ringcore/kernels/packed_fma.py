@@ -3,8 +3,9 @@
 Tensor cores would multiply a tile that is mostly empty, and wait for a norm or a rounding by another kernel. Here codes
 become float32 in two or three instructions (`code_expansion`), from words of four: bytes, or nibbles. Scales and zeros
 are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are persistent: what they do to x
-(the norm, the rounding to FP8) is done once for several tiles of outputs, and the next tile is loaded while one is
-multiplied.
+(the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile is loaded before one is
+multiplied: into registers, where the machine code waits for it at the end of the products it was to overlap (ptxas
+moves loads down to save registers), or by asynchronous copies into shared memory, several tiles ahead.
 """
 
 from __future__ import annotations
@@ -20,21 +21,16 @@ from ringcore.kernels.code_expansion import (
     wide_integer_quad,
 )
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
-from ringcore.kernels.packed_weight import BYTE_CHUNK, BYTES_FP8, BYTES_INT8, NIBBLE_CHUNK, NIBBLES
-from ringcore.kernels.round_rows import LARGEST, LEAST_SCALE
-from ringcore.kernels.weight_groups import chunk_scales, chunk_zeros, has_quads
-from ringcore.kernels.weight_loads import load_codes, spread_columns
+from ringcore.kernels.fma_row import chunk_inputs, chunk_sums, load_row, sums_of_chunks
+from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES
+from ringcore.kernels.prefetch import prefetch_l2
+from ringcore.kernels.weight_groups import chunk_scales, chunk_zeros
+from ringcore.kernels.weight_loads import load_codes
 
 __all__ = ["packed_fma_kernel"]
 
 _RAISED = RAISED.value
 _FP8, _INT8, _NIBBLES = tl.constexpr(BYTES_FP8), tl.constexpr(BYTES_INT8), tl.constexpr(NIBBLES)
-_LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
-
-
-@triton.constexpr_function
-def _chunk(layout):
-    return NIBBLE_CHUNK if has_quads(layout) else BYTE_CHUNK
 
 
 @triton.constexpr_function
@@ -53,13 +49,54 @@ def _has_offset(layout, is_exact):
 @triton.jit
 def _load(weight, packed, rows, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
     """Words and scales of outputs, of each block of inputs: one tuple."""
-    chunk: tl.constexpr = _chunk(layout)
+    chunk: tl.constexpr = chunk_inputs(layout)
     is_whole: tl.constexpr = num_inputs % block_inputs == 0
     loaded = ()
     for at in tl.static_range(0, num_inputs, block_inputs):
         words = load_codes(weight, packed, rows, at // 4, block_inputs // 4, 4, num_inputs, is_whole)
         loaded += (words, chunk_scales(packed, rows, at, block_inputs // chunk, chunk, layout))
     return loaded
+
+
+@triton.jit
+def _load_tile(
+    weight,
+    packed,
+    rows,
+    num_outputs,
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    is_gated: tl.constexpr,
+    layout: tl.constexpr,
+):
+    """As `_load`; of a gated weight those of the gate, then those of up."""
+    loaded = _load(weight, packed, rows, num_inputs, block_inputs, layout)
+    if is_gated:
+        loaded = loaded + _load(weight, packed, rows + num_outputs, num_inputs, block_inputs, layout)
+    return loaded
+
+
+@triton.jit
+def _prefetch_tiles(
+    weight,
+    packed,
+    num_outputs,
+    num_inputs: tl.constexpr,
+    block_outputs: tl.constexpr,
+    num_tiles: tl.constexpr,
+    is_gated: tl.constexpr,
+    threads: tl.constexpr,
+):
+    """To L2, the codes of the first tiles of a program: one thread prefetches those of an output."""
+    thread = tl.arange(0, threads)
+    tile = tl.program_id(0) + thread // block_outputs * tl.num_programs(0)
+    row = tile * block_outputs + thread % block_outputs
+    in_bounds = (thread < num_tiles * block_outputs) & (row < num_outputs)
+    num_bytes: tl.constexpr = num_inputs // 4 * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    pointers = weight + row.to(tl.int64) * packed[3]
+    prefetch_l2(pointers, in_bounds, num_bytes)
+    if is_gated:
+        prefetch_l2(pointers + num_outputs.to(tl.int64) * packed[3], in_bounds, num_bytes)
 
 
 @triton.jit
@@ -77,71 +114,6 @@ def _expanded(words, is_exact: tl.constexpr, layout: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_chunks(products, size: tl.constexpr):
-    """[n, m] -> [n, m / size]; a thread has the whole of a chunk."""
-    return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // size, size]), 2)
-
-
-@triton.jit
-def _rows_of(
-    x,
-    gain,
-    num_inputs: tl.constexpr,
-    block_inputs: tl.constexpr,
-    has_norm: tl.constexpr,
-    row_group: tl.constexpr,
-    layout: tl.constexpr,
-):
-    """A row as tuples of tiles [1, m] that match those of the numbers, times the gain and rounded to FP8 if it is to
-    be; and the sum of its squares."""
-    tiles = ()
-    squares = tl.zeros([1, block_inputs // 4], tl.float32)
-    for at in tl.static_range(0, num_inputs, block_inputs):
-        places = at + spread_columns(tl.arange(0, block_inputs // 4), layout)[None, :]
-        for part in tl.static_range(4):
-            inputs = places + part * layout[7]
-            in_bounds = inputs < num_inputs
-            v = tl.load(x + inputs, mask=in_bounds, other=0.0).to(tl.float32)
-            if has_norm:
-                squares += v * v
-                v = v * tl.load(gain + inputs, mask=in_bounds, other=0.0).to(tl.float32)
-            tiles += (v,)
-    if row_group > 0:
-        tiles = _rounded(tiles, num_inputs, block_inputs, row_group)
-    return tiles, tl.sum(squares, 1)
-
-
-@triton.jit
-def _rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_group: tl.constexpr):
-    """Codes times their scales. A norm's factor, which is not in them yet, does not change codes."""
-    by_row: tl.constexpr = row_group == num_inputs
-    size: tl.constexpr = block_inputs if by_row else row_group
-    shape: tl.constexpr = [1, block_inputs // size, size // 4]
-    all_scales = ()
-    for block in tl.static_range(0, len(tiles), 4):
-        largest = tl.maximum(tl.abs(tiles[block]), tl.abs(tiles[block + 1]))
-        largest = tl.maximum(largest, tl.maximum(tl.abs(tiles[block + 2]), tl.abs(tiles[block + 3])))
-        scales = tl.max(tl.reshape(largest, shape), 2, keep_dims=True) / _LARGEST
-        all_scales += (tl.maximum(scales, _LEAST_SCALE),)
-    if by_row:
-        scale = all_scales[0]
-        for block in tl.static_range(1, len(all_scales)):
-            scale = tl.maximum(scale, all_scales[block])
-    found = ()
-    for tile in tl.static_range(len(tiles)):
-        of_groups = scale if by_row else all_scales[tile // 4]
-        rounded = _fp8(tl.reshape(tiles[tile], shape) / of_groups) * of_groups
-        found += (tl.reshape(rounded, [1, block_inputs // 4]),)
-    return found
-
-
-@triton.jit
-def _fp8(v):
-    v = tl.minimum(tl.maximum(v, -_LARGEST), _LARGEST)
-    return v.to(tl.float8e4nv).to(tl.float16).to(tl.float32)
-
-
-@triton.jit
 def _product(
     loaded,  # see `_load`
     first: tl.constexpr,  # of it: the codes of these outputs
@@ -155,7 +127,7 @@ def _product(
     layout: tl.constexpr,
 ):
     """[n]: outputs of one row."""
-    chunk: tl.constexpr = _chunk(layout)
+    chunk: tl.constexpr = chunk_inputs(layout)
     count: tl.constexpr = block_inputs // chunk
     raised: tl.constexpr = _raised(layout, is_exact)
     total = tl.zeros([rows.shape[0], count], tl.float32)
@@ -166,7 +138,7 @@ def _product(
         products += b * tiles[4 * block + 1]
         products += c * tiles[4 * block + 2]
         products += d * tiles[4 * block + 3]
-        of_chunks = _sums_of_chunks(products, chunk // 4)
+        of_chunks = sums_of_chunks(products, chunk // 4)
         if _has_offset(layout, is_exact):
             if layout[5]:
                 zeros = chunk_zeros(packed, scales, rows, block * block_inputs, count, chunk, layout)
@@ -198,6 +170,8 @@ def packed_fma_kernel(
     adds: tl.constexpr,
     row_group: tl.constexpr,  # inputs that share a scale of x, which is rounded to FP8; 0: it is not
     is_exact: tl.constexpr,  # products of the weight are float32
+    num_stages: tl.constexpr,  # tiles in shared memory; 1: the next one waits in registers
+    threads: tl.constexpr,  # that prefetch tiles to L2 before the wait; 0: rows do not begin at 16 bytes
     pdl: tl.constexpr,
     layout: tl.constexpr,
 ) -> None:
@@ -209,25 +183,31 @@ def packed_fma_kernel(
     rows = tl.minimum(tl.program_id(0) * block_outputs + index, num_outputs - 1)
     if pdl:
         gdc_launch_dependents()
-    loaded = _load(weight, packed, rows, num_inputs, block_inputs, layout)
-    if is_gated:
-        loaded = loaded + _load(weight, packed, rows + num_outputs, num_inputs, block_inputs, layout)
+        if num_stages > 1 and threads > 0:
+            first = num_stages - 1
+            _prefetch_tiles(weight, packed, num_outputs, num_inputs, block_outputs, first, is_gated, threads)
+    if num_stages == 1:
+        loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
     if pdl:
         gdc_wait()
     tiles = ()
     sums = ()
     factors = ()
     for row in tl.static_range(num_rows):
-        of_row, squares = _rows_of(x + row * num_inputs, gain, num_inputs, block_inputs, has_norm, row_group, layout)
+        of_row, squares = load_row(x + row * num_inputs, gain, num_inputs, block_inputs, has_norm, row_group, layout)
         tiles += (of_row,)
-        sums += (_chunk_sums(of_row, is_exact, layout),)
+        if _has_offset(layout, is_exact):
+            sums += (chunk_sums(of_row, layout),)
+        else:
+            sums += ((),)
         factors += (tl.rsqrt(squares / num_inputs + eps),)
-    for tile in tl.range(tl.program_id(0), num_tiles, step):
+    for tile in tl.range(tl.program_id(0), num_tiles, step, num_stages=num_stages):
         rows = tl.minimum(tile * block_outputs + index, num_outputs - 1)
-        next_rows = tl.minimum((tile + step) * block_outputs + index, num_outputs - 1)
-        following = _load(weight, packed, next_rows, num_inputs, block_inputs, layout)
-        if is_gated:
-            following = following + _load(weight, packed, next_rows + num_outputs, num_inputs, block_inputs, layout)
+        if num_stages == 1:
+            next_rows = tl.minimum((tile + step) * block_outputs + index, num_outputs - 1)
+            following = _load_tile(weight, packed, next_rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
+        else:
+            loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
             inputs = tiles[row], sums[row], packed
@@ -249,15 +229,5 @@ def packed_fma_kernel(
             if adds:
                 y += tl.load(targets, mask=stored, other=0.0).to(tl.float32)
             tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
-        loaded = following
-
-
-@triton.jit
-def _chunk_sums(tiles, is_exact: tl.constexpr, layout: tl.constexpr):
-    """Of x: a tuple of [1, chunks], of each block of inputs."""
-    found = ()
-    if _has_offset(layout, is_exact):
-        for block in tl.static_range(0, len(tiles), 4):
-            total = tiles[block] + tiles[block + 1] + tiles[block + 2] + tiles[block + 3]
-            found += (_sums_of_chunks(total, _chunk(layout) // 4),)
-    return found
+        if num_stages == 1:
+            loaded = following

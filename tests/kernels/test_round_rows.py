@@ -124,7 +124,7 @@ def test_fp8_gated_and_added(device, num_rows):
 )
 def test_fp8_rounded_in_the_kernel(device, num_rows, block_inputs, group, row_group):
     weight, expanded = fp8_weight(38, 384, group, device)
-    config = PackedFmaConfig(4, block_inputs, 1, 3)
+    config = PackedFmaConfig(4, block_inputs, 1, 3, num_stages=num_rows)
     x, bias = random(num_rows, 384).to(device), random(38, seed=3).to(device)
     x[-1, 128:256] = 0
     for norm in (None, RowNorm(random(384, seed=2).to(device), 1e-5)):
