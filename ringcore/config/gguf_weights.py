@@ -6,8 +6,8 @@ import msgspec
 
 from ringcore.checkpoint import AnySpec, ModelFiles, ModelSpec
 from ringcore.checkpoint.expected_tensors import num_parameters
-from ringcore.checkpoint.gguf_architectures import GGUF_ARCHITECTURES
-from ringcore.checkpoint.gguf_header import read_gguf_header
+from ringcore.checkpoint.gguf_architectures import GGUF_ARCHITECTURES, MappedArchitecture
+from ringcore.checkpoint.gguf_header import GGUFHeader, read_gguf_header
 from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.checkpoint.quantization import GGUF_BLOCKS, BlockKinds, GgufFormat, Quantization, Rule
 from ringcore.config.value_checks import bad_value
@@ -36,9 +36,7 @@ def with_gguf_weights(spec: AnySpec, files: ModelFiles, asked: str, dtype: str, 
     num_bytes = num_parameters(files) * DTYPE_BYTES[spec.dtype if dtype == "auto" else dtype]
     if asked == "auto" and host.c_compiler() is None and num_bytes <= _SHARE * host.free_memory_bytes():
         return spec
-    path, rounds_inputs = files.weight_files[0], asked == "packed_int8"
-    formats = _of_record(spec, path, rounds_inputs) or _of_family(spec, path, rounds_inputs)
-    return msgspec.structs.replace(spec, quantization=formats)
+    return msgspec.structs.replace(spec, quantization=_formats(spec, files.weight_files[0], asked == "packed_int8"))
 
 
 def _refusal(files: ModelFiles, device: str, host: Host) -> str | None:
@@ -49,15 +47,20 @@ def _refusal(files: ModelFiles, device: str, host: Host) -> str | None:
     return None
 
 
-def _of_record(spec: AnySpec, path: str, rounds_inputs: bool) -> Quantization | None:
-    """None for an architecture without a record. The table and the head of transformers' modules are numbers."""
+def _formats(spec: AnySpec, path: str, rounds_inputs: bool) -> Quantization | None:
+    """None where no matrix has a known type. The table and the head of transformers' modules are numbers."""
+    header = read_gguf_header(path)
+    record = GGUF_ARCHITECTURES.get(header.metadata["general.architecture"])
+    if record is None:
+        return _of_family(spec, path, rounds_inputs)
+    return _of_record(spec, header, record, rounds_inputs)
+
+
+def _of_record(
+    spec: AnySpec, header: GGUFHeader, record: MappedArchitecture, rounds_inputs: bool
+) -> Quantization | None:
     from gguf.constants import GGMLQuantizationType
 
-    header = read_gguf_header(path)
-    name = header.metadata["general.architecture"]
-    record = GGUF_ARCHITECTURES.get(name)
-    if record is None:
-        return None
     kinds = {
         tensor.removesuffix(".weight"): GGMLQuantizationType(info.ggml_type).name
         for tensor, info in header.tensors.items()
@@ -68,11 +71,12 @@ def _of_record(spec: AnySpec, path: str, rounds_inputs: bool) -> Quantization | 
         for matrix, kind in kinds.items()
         if kind in GGUF_BLOCKS and matrix.rpartition(".")[2] not in (*record.transposed, *_ROUTERS)
     }
-    return Quantization("gguf", [], blocks=BlockKinds(name, spec.num_layers, packed, rounds_inputs))
+    name = header.metadata["general.architecture"]
+    blocks = BlockKinds(name, spec.num_layers, packed, rounds_inputs)
+    return Quantization("gguf", [], blocks=blocks) if packed else None
 
 
 def _of_family(spec: AnySpec, path: str, rounds_inputs: bool) -> Quantization | None:
-    """None where no matrix has a known type."""
     is_native = isinstance(spec, ModelSpec)
     found: dict[str, list[str]] = {}
     for name, kind in GGUFTensors(path, FAMILIES).kinds().items():
