@@ -185,8 +185,8 @@ def num_parameters(files: ModelFiles) -> int:
             return 0
 
 
-def stored_bytes(files: ModelFiles, dtype: str) -> int:
-    """Of safetensors, the tensors as they are; of a GGUF file, matrices in blocks, and of all else numbers of dtype."""
+def stored_bytes(files: ModelFiles, number_bytes: int) -> int:
+    """Of safetensors, the tensors as they are; of a GGUF file, matrices in blocks, and numbers of all else."""
     if files.kind == "safetensors":
         return sum(entry.nbytes for entry in TensorIndex(files.weight_files).values())
     from gguf.constants import GGMLQuantizationType
@@ -194,7 +194,7 @@ def stored_bytes(files: ModelFiles, dtype: str) -> int:
     return sum(
         info.nbytes
         if GGMLQuantizationType(info.ggml_type).name in GGUF_BLOCKS
-        else math.prod(info.shape) * DTYPE_BYTES[dtype]
+        else math.prod(info.shape) * number_bytes
         for info in read_gguf_header(files.weight_files[0]).tensors.values()
     )
 

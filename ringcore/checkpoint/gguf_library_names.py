@@ -11,15 +11,22 @@ __all__ = ["library_names", "without_expert"]
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-@functools.cache
 def library_names(architecture: str, num_layers: int) -> Callable[[str], str | None] | None:
     """A Hugging Face name without weight or bias -> the file's, None if unknown. None for an architecture that the
     installed package does not know."""
     from gguf.constants import MODEL_ARCH_NAMES
-    from gguf.tensor_mapping import get_tensor_name_map
 
     kind = next((kind for kind, known in MODEL_ARCH_NAMES.items() if known == architecture), None)
-    return None if kind is None else get_tensor_name_map(kind, num_layers).get_name
+    return None if kind is None else _names(kind, num_layers)
+
+
+@functools.cache
+def _names(kind: int, num_layers: int) -> Callable[[str], str | None]:
+    from gguf.constants import MODEL_ARCH
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    names: Callable[[str], str | None] = get_tensor_name_map(MODEL_ARCH(kind), num_layers).get_name
+    return names
 
 
 def without_expert(name: str) -> tuple[str, int | None]:

@@ -120,7 +120,7 @@ def _checkpoint_bytes(config: EngineConfig, dtype: str) -> int:
     files, quantization = config.model.files, config.model.spec.quantization
     if quantization is None or quantization.is_on_load or files.kind == "dummy":
         return num_parameters(files) * DTYPE_BYTES[dtype] // (1 if quantization is None else 2)
-    return stored_bytes(files, dtype)
+    return stored_bytes(files, DTYPE_BYTES[dtype])
 
 
 def _share_of_host(config: EngineConfig, num_bytes: int) -> int:

@@ -13,11 +13,14 @@ from gguf_models import write_gguf
 from thread_tp import on_all_ranks
 
 from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint.expected_tensors import stored_bytes
 from ringcore.checkpoint.quantization import GGUF_BLOCKS
+from ringcore.config import EngineConfig
 from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.distributed.parallel import SingleRank, TensorParallel
-from ringcore.errors import InvalidRequestError
+from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.families import FAMILIES
+from ringcore.front_end.start_checks import check_host_memory
 from ringcore.host.resources import Host
 from ringcore.model_executor.linear_schemes.block_kernels import block_kernels
 from ringcore.model_executor.loader import load_weights, pending_weights
@@ -109,9 +112,27 @@ def test_what_is_in_memory_is_what_is_in_the_file(tmp_path, architecture):
     assert sum(weight.nbytes for weight in rows.values()) == size * 2 * 144 // 256 + size * 210 // 256
     table_and_head = 2 * 97 * HIDDEN * 4
     held = sum(weight.nbytes for weight in model.weights()) - table_and_head
-    assert held < path.stat().st_size
+    assert held < stored_bytes(find_model(path), 4) < path.stat().st_size
     assert all(layer.mlp.experts.gate_up_proj.is_meta for layer in model._model.model.layers), "nothing is expanded"
     assert not [reason for reason in model.report().not_fused if "expanded" in reason]
+
+
+def test_the_host_s_memory_is_compared_with_what_is_packed(tmp_path):
+    path = written(tmp_path, "qwen3moe", "Q8_0")
+    config = EngineConfig.from_options(model=str(path), gguf_weights="packed", device="cpu", dtype="float32")
+    needed = stored_bytes(find_model(path), 4)
+    check_host_memory(config, SmallHost(needed))
+    with pytest.raises(CapacityError, match="1 bytes missing"):
+        check_host_memory(config, SmallHost(needed - 1))
+
+
+class SmallHost(Host):
+    def __init__(self, free_bytes: int) -> None:
+        super().__init__()
+        self._free_bytes = free_bytes
+
+    def free_memory_bytes(self) -> int:
+        return self._free_bytes
 
 
 def test_whole_experts_of_two_ranks_and_moved_between_them(tmp_path):

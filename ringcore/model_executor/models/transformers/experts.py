@@ -155,7 +155,7 @@ class Experts:
             return
         for name, module in self._modules.items():
             for path in (f"{name}.{_up(module)}", f"{name}.{_DOWN}"):
-                found = "they are transposed" if module.is_transposed else in_blocks_of_file(layouts[path], formats)
+                found = in_blocks_of_file(layouts[path], formats)
                 if isinstance(found, str):
                     self._expanded[found] += 1
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ringcore.checkpoint.gguf_library_names import without_expert
 from ringcore.checkpoint.quantization import GgufFormat, Quantization
 from ringcore.model_executor.expert_schemes.gguf_experts import GgufExpertsScheme
 from ringcore.model_executor.linear_schemes.block_kernels import LANES
@@ -15,7 +16,10 @@ __all__ = ["in_blocks_of_file"]
 def in_blocks_of_file(layout: TensorLayout, formats: Quantization) -> tuple[TensorLayout, GgufExpertsScheme] | str:
     """The rows of the rank's share and their scheme; or why they are expanded. layout: of a matrix of every expert,
     [num_experts, num_outputs, num_inputs], which the file has one by one."""
-    found = {formats.format_of(name.removesuffix(".weight")) for name in layout.tensors}
+    of_file = {without_expert(name.removesuffix(".weight")) for name in layout.tensors}
+    if any(expert is None for _, expert in of_file):
+        return "the checkpoint has them in one tensor"
+    found = {formats.format_of(matrix) for matrix in {matrix for matrix, _ in of_file}}
     kinds = sorted({form.kind if isinstance(form, GgufFormat) else "numbers" for form in found})
     form = found.pop()
     if found:
