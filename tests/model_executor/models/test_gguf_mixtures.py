@@ -100,6 +100,22 @@ def test_every_type_on_one_rank_and_two(tmp_path, kind):
             assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K"])
+@pytest.mark.parametrize("architecture", ["qwen2moe", "minimax-m2"])
+def test_two_ranks_have_shares_of_linears_too(tmp_path, architecture, kind):
+    """Of attention and of shared experts: in blocks, and as numbers where a share cuts a block of 256."""
+    path = written(tmp_path, architecture, kind)
+    expected = step(loaded(path, "expanded"))
+
+    def run(tp: TensorParallel) -> tuple[torch.Tensor, set[torch.dtype]]:
+        model = loaded(path, "packed", tp)
+        return step(model), {weight.dtype for weight in model.weights() if "o_proj" in weight.name}
+
+    for found, dtypes in on_all_ranks(2, run):
+        assert_equal(found, expected)
+        assert dtypes == {torch.uint8 if kind == "Q4_0" else torch.float32}
+
+
 @pytest.mark.parametrize("architecture", MODELS)
 def test_what_is_in_memory_is_what_is_in_the_file(tmp_path, architecture):
     """But for the table and the head. Gate and up in another type than down, as files of mixed types have them."""
