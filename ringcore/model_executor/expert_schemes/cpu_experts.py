@@ -14,7 +14,7 @@ from ringcore.model_executor.linear_schemes.block_kernels import block_kernels
 from ringcore.model_executor.linear_schemes.cpu_product import is_of_rounded_rows
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
-from ringcore.model_executor.linear_schemes.scaled_blocks import scaled_blocks, with_cut_groups
+from ringcore.model_executor.linear_schemes.scaled_blocks import padded_order, scaled_blocks
 
 __all__ = ["cpu_experts"]
 
@@ -37,7 +37,7 @@ def _by_kernels(
     orders = [None if one.groups.index is None else one.groups.index.argsort(stable=True) for one in matrices]
     known, padding = [order for order in orders if order is not None], (0, 0)
     if not known:
-        order, padding = with_cut_groups(matrices[0])
+        order, padding = padded_order(matrices[0])
         orders = [order] * num_experts
     by_integers = rounding is not None and is_of_rounded_rows(matrices[0], rounding)
     blocks = scaled_blocks(kernels, matrices, orders, None, dtype, by_integers=by_integers)

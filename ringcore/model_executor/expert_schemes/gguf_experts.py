@@ -30,7 +30,7 @@ class GgufExpertsScheme(ExpertsScheme):
 
     @property
     def tensors(self) -> tuple[MatrixTensor, ...]:
-        """As numbers, by which the shares are cut."""
+        """In terms of its numbers."""
         return (MatrixTensor("_rows", (Outputs(), Inputs())),)
 
     def weight(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ExpertWeight:

@@ -19,7 +19,7 @@ from ringcore.model_executor.linear_schemes.block_kernels import (
 from ringcore.model_executor.linear_schemes.codes import AwqCodes, ByteCodes, WordCodes
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 
-__all__ = ["scaled_blocks", "with_cut_groups"]
+__all__ = ["padded_order", "scaled_blocks"]
 
 _GROUP = 32  # inputs of a block
 _LARGEST_ZERO = 255
@@ -38,9 +38,9 @@ def scaled_blocks(
 ) -> KernelMatrix | None:
     """Of the outputs of all matrices, which are of one format and size, one after the other; of several they must be
     whole runs. orders: in which the kernels see the inputs of each, sorted by group, as many of each; an input that
-    comes again is of zeros (`with_cut_groups`). dtype: of the inputs. by_integers:
-    they are rounded by row, and the codes are INT8 with a scale for each output. None where a block has several scales,
-    or codes are neither integers nor e4m3, or sums may overflow, or a run has outputs of two matrices."""
+    comes again is of zeros (`padded_order`). dtype: of the inputs. by_integers: they are rounded by row, and the codes
+    are INT8 with a scale for each output. None where a block has several scales, or codes are neither integers nor
+    e4m3, or sums may overflow, or a run has outputs of two matrices."""
     (first, *others), (kind, is_signed) = matrices, _kind(matrices[0])
     groups = [_groups(matrix, order) for matrix, order in zip(matrices, orders, strict=True)]
     size = min(_scale_size(of_one, first.scales.shape[1]) for of_one in groups)
@@ -61,7 +61,7 @@ def scaled_blocks(
     return KernelMatrix(kernels, rows, layout, None if bias is None else bias.float(), _joined(scales))
 
 
-def with_cut_groups(matrix: QuantizedMatrix) -> tuple[torch.Tensor | None, tuple[int, int]]:
+def padded_order(matrix: QuantizedMatrix) -> tuple[torch.Tensor | None, tuple[int, int]]:
     """For a rank's share of consecutive inputs that begins or ends within a block: the order in which the first input
     and the last one come again, so that it is of whole blocks, and how often they do. None where it is."""
     num_inputs, groups = matrix.num_inputs, _groups(matrix, None)
