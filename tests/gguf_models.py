@@ -4,25 +4,32 @@ GGUF loader."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from gguf_blocks import encoded
 from safetensors.torch import load_file
 
 
-def write_gguf(folder: Path, architecture: str, model: Any, kind: str = "F32") -> str:
-    """The file, in the folder, into which the model is saved too. kind: of the matrices."""
+def write_gguf(
+    folder: Path, architecture: str, model: Any, kind: str = "F32", kinds: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The file, in the folder, into which the model is saved too. kind: of the matrices but those of `kinds`, by the
+    last part of their name in the file."""
     model.save_pretrained(folder)
     path = folder / f"{architecture}-{kind}.gguf"
     writer = gguf.GGUFWriter(path, architecture)
     _header(writer, architecture, model.config)
     tensors = load_file(folder / "model.safetensors")
     for name, values in _stored(architecture, model.config, tensors).items():
-        kept = gguf.GGMLQuantizationType[kind if values.ndim > 1 and name != "position_embd.weight" else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kept), raw_dtype=kept)
+        of_matrix = kinds.get(name.split(".")[-2], kind)
+        kept = of_matrix if values.ndim > 1 and name != "position_embd.weight" else "F32"
+        writer.add_tensor(name, encoded(values, kept), raw_dtype=gguf.GGMLQuantizationType[kept])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

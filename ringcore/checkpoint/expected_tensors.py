@@ -15,7 +15,7 @@ from ringcore.checkpoint.gguf_tensors import GGUFTensors
 from ringcore.checkpoint.matrix_tensors import BIAS, DENSE, MatrixTensor
 from ringcore.checkpoint.model_files import ModelFiles
 from ringcore.checkpoint.model_spec import ModelSpec
-from ringcore.checkpoint.quantization import GgufFormat, OnLoadFormat
+from ringcore.checkpoint.quantization import GGUF_BLOCKS, GgufFormat, OnLoadFormat
 from ringcore.checkpoint.quantization.contents import check_contents
 from ringcore.checkpoint.safetensors_header import DTYPE_BYTES, TensorIndex
 from ringcore.errors import ModelLoadError
@@ -33,6 +33,7 @@ __all__ = [
     "matrices",
     "num_parameters",
     "quantized_bytes",
+    "stored_bytes",
 ]
 
 Shape = tuple[int, ...]
@@ -182,6 +183,20 @@ def num_parameters(files: ModelFiles) -> int:
             return sum(math.prod(info.shape) for info in read_gguf_header(files.weight_files[0]).tensors.values())
         case "dummy":
             return 0
+
+
+def stored_bytes(files: ModelFiles, number_bytes: int) -> int:
+    """Of safetensors, the tensors as they are; of a GGUF file, matrices in blocks, and numbers of all else."""
+    if files.kind == "safetensors":
+        return sum(entry.nbytes for entry in TensorIndex(files.weight_files).values())
+    from gguf.constants import GGMLQuantizationType
+
+    return sum(
+        info.nbytes
+        if GGMLQuantizationType(info.ggml_type).name in GGUF_BLOCKS
+        else math.prod(info.shape) * number_bytes
+        for info in read_gguf_header(files.weight_files[0]).tensors.values()
+    )
 
 
 def check_tensors(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import msgspec
 from ringcore.checkpoint.family import Families, Family, GGUFFormat
 from ringcore.checkpoint.gguf_architectures import GGUF_ARCHITECTURES, MappedArchitecture
 from ringcore.checkpoint.gguf_header import GGUFHeader, GGUFTensorInfo
+from ringcore.checkpoint.gguf_library_names import library_names, without_expert
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.model_spec import MAX_SIZES
 from ringcore.errors import ModelLoadError
@@ -33,7 +33,6 @@ _LINEARS = {
 }
 # Not in a safetensors checkpoint: `gguf_rope` reads the RoPE scaling from it.
 _DERIVED = "rope_freqs.weight"
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # A linear of one output, which some files have as a vector.
 _ONE_OUTPUT = "ffn_gate_inp_shexp.weight"
 
@@ -134,17 +133,13 @@ def _of_record(
 
 def _library_names(header: GGUFHeader, name: str, num_layers: int) -> Callable[[str], str | None]:
     """The map of the package `gguf`: a Hugging Face name without weight or bias -> the GGUF name, None if unknown."""
-    from gguf.constants import MODEL_ARCH_NAMES
-    from gguf.tensor_mapping import get_tensor_name_map
-
-    kind = next((kind for kind, known in MODEL_ARCH_NAMES.items() if known == name), None)
-    if kind is None:
+    names = library_names(name, num_layers)
+    if names is None:
         raise ModelLoadError(
             f"{header.path}: the installed package gguf does not know {name!r}; install a newer one",
             path=header.path,
             architecture=name,
         )
-    names: Callable[[str], str | None] = get_tensor_name_map(kind, num_layers).get_name
     return names
 
 
@@ -159,12 +154,12 @@ def _find(
     ends = [hf_name] if alias is None else [hf_name.removesuffix(alias) + end for end in record.aliases[alias]]
     infos = []
     for one in ends:
-        expert = _EXPERT.search(one)
-        stem, _, suffix = (one if expert is None else _EXPERT.sub(".experts.", one)).rpartition(".")
+        of_all, expert = without_expert(one)
+        stem, _, suffix = of_all.rpartition(".")
         info = tensors.get(f"{names(stem)}.{suffix}")
-        if info is None or (expert is not None and int(expert[1]) >= info.shape[0]):
+        if info is None or (expert is not None and expert >= info.shape[0]):
             return None
-        infos.append(info if expert is None else _expert(info, int(expert[1])))
+        infos.append(info if expert is None else _expert(info, expert))
     first = infos[0].name
     if first.endswith(_ONE_OUTPUT) and len(infos[0].shape) == 1:
         infos = [msgspec.structs.replace(infos[0], shape=(1, *infos[0].shape))]

@@ -52,7 +52,7 @@ def formats_in_words() -> str:
     return (
         f"\nquantized checkpoints, by quant_method: {', '.join(quantization_methods())}\n"
         f"16-bit checkpoints, by the option quantization: {', '.join(QUANTIZATIONS)}\n"
-        f"GGUF files of native models, packed on a CPU by gguf_weights: {', '.join(GGUF_BLOCKS)}; others are expanded"
+        f"GGUF files, packed on a CPU by gguf_weights: {', '.join(GGUF_BLOCKS)}; others are expanded"
     )
 
 

@@ -17,6 +17,7 @@ from ringcore.checkpoint.expected_tensors import (
     expected_tensors,
     num_parameters,
     quantized_bytes,
+    stored_bytes,
 )
 from ringcore.checkpoint.quantization.contents import check_contents
 from ringcore.config import EngineConfig
@@ -117,9 +118,9 @@ def _weights_bytes(config: EngineConfig, dtype: str) -> int:
 def _checkpoint_bytes(config: EngineConfig, dtype: str) -> int:
     """Of a model whose tensors are not known yet: those of its files, quantized ones as they are."""
     files, quantization = config.model.files, config.model.spec.quantization
-    if quantization is None or quantization.is_on_load or files.kind != "safetensors":
+    if quantization is None or quantization.is_on_load or files.kind == "dummy":
         return num_parameters(files) * DTYPE_BYTES[dtype] // (1 if quantization is None else 2)
-    return sum(entry.nbytes for entry in TensorIndex(files.weight_files).values())
+    return stored_bytes(files, DTYPE_BYTES[dtype])
 
 
 def _share_of_host(config: EngineConfig, num_bytes: int) -> int:

@@ -25,7 +25,7 @@ from ringcore.families import FAMILIES
 from ringcore.model_executor.staging import Staging
 from ringcore.model_executor.weight import CHECKPOINT_DTYPES, Uniform, WeightPart, is_readable
 
-__all__ = ["TensorSource", "open_source"]
+__all__ = ["GGUFSource", "SafetensorsSource", "TensorSource", "open_source"]
 
 
 class TensorSource(ABC):

@@ -7,7 +7,7 @@ No tensor moves: CUDA graphs that hold their addresses stay valid.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -83,6 +83,11 @@ class WeightUpdate:
             for part in weight.parts:
                 self._targets.setdefault(part.checkpoint_name, _target_of(part, weight))
         self._taken: set[str] = set()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the checkpoint's tensors that the model has."""
+        return self._targets.keys()
 
     @property
     def num_taken(self) -> int:

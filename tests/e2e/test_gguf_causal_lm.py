@@ -13,6 +13,7 @@ from test_any_causal_lm import GREEDY, OPTIONS
 from transformers_models import NEW_TOKENS, PROMPTS, continued, random_model, write_config
 
 from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.errors import InvalidRequestError
 from ringcore.families import FAMILIES
 
 _EXPERTS = {"num_experts_per_tok": 2}
@@ -70,13 +71,29 @@ def test_awake_again_and_updated_by_the_names_of_the_folder(tmp_path):
     path, model = random_file(tmp_path, "qwen3moe", "Q4_0")
     exact = [continued(model, prompt) for prompt in PROMPTS]
     entries = [continued(loaded_by_transformers(path, model), prompt) for prompt in PROMPTS]
-    with make_core(path, enable_sleep_mode=True, **OPTIONS) as core:
+    with make_core(path, enable_sleep_mode=True, gguf_weights="expanded", **OPTIONS) as core:
         core.sleep()
         core.wake_up()
         assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
         core.reload_weights(str(tmp_path))
         assert differences(exact, tokens(generate(core, PROMPTS, GREEDY))) == []
     assert differences(exact, [entry.token_ids for entry in entries]) != []
+
+
+def test_packed_experts_awake_again_and_updated_by_a_file_of_the_same_types(tmp_path):
+    path, model = random_file(tmp_path, "qwen3moe", "Q4_0")
+    entries = [continued(loaded_by_transformers(path, model), prompt) for prompt in PROMPTS]
+    other = random_model(write_config("qwen3_moe", tmp_path / "other", norm_topk_prob=True), seed=3)
+    new = write_gguf(tmp_path / "new", "qwen3moe", other, "Q4_0")
+    updated = [continued(loaded_by_transformers(new, other), prompt) for prompt in PROMPTS]
+    with make_core(path, enable_sleep_mode=True, gguf_weights="packed", **OPTIONS) as core:
+        core.sleep()
+        core.wake_up()
+        assert differences(entries, tokens(generate(core, PROMPTS, GREEDY))) == []
+        with pytest.raises(InvalidRequestError, match="is held as Q4_0 of a GGUF file, and comes as numbers"):
+            core.reload_weights(str(tmp_path))
+        core.reload_weights(new)
+        assert differences(updated, tokens(generate(core, PROMPTS, GREEDY))) == []
 
 
 def test_random_weights_are_those_of_the_folder(tmp_path):

@@ -7,12 +7,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf_blocks import encoded
 
-# Quantized by `gguf` itself; of the K kinds it only expands, so their blocks are random bits with sane scales.
 QUANTIZED = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
 K_QUANTS = ("Q4_K", "Q6_K")
-# Where the float16 scales of a block lie, in bytes.
-_SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}
 
 
 def write_gguf(path: Path, hf: Any, architecture: str, kind: str = "F32", skip: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -63,21 +61,8 @@ def _type(kind: str) -> gguf.GGMLQuantizationType:
 
 def _encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """(bytes or floats as the file has them, the values that come back)."""
-    if kind in K_QUANTS:
-        raw = _random_blocks(values.shape, kind)
-    else:
-        raw = gguf.quants.quantize(np.ascontiguousarray(values), _type(kind))
+    raw = encoded(values, kind)
     return raw, gguf.quants.dequantize(raw, _type(kind)).astype(np.float32).reshape(values.shape)
-
-
-def _random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
-    block_size, block_bytes = gguf.GGML_QUANT_SIZES[_type(kind)]
-    rng = np.random.default_rng(shape[0])
-    blocks = rng.integers(0, 256, (shape[0], shape[1] // block_size, block_bytes), dtype=np.uint8)
-    for at in _SCALES[kind]:
-        scale = rng.uniform(0.001, 0.01, blocks.shape[:2]).astype(np.float16)
-        blocks[:, :, at : at + 2] = scale[..., None].view(np.uint8)
-    return blocks.reshape(shape[0], -1)
 
 
 def _interleave(values: np.ndarray, heads: int | None) -> np.ndarray:

@@ -12,11 +12,12 @@ from ringcore.checkpoint.quantization.formats import (
     PackedFormat,
 )
 from ringcore.checkpoint.quantization.inputs import InputFormat
-from ringcore.checkpoint.quantization.rules import Quantization, Rule
+from ringcore.checkpoint.quantization.rules import BlockKinds, Quantization, Rule
 
 __all__ = [
     "GGUF_BLOCKS",
     "AwqFormat",
+    "BlockKinds",
     "CodesFormat",
     "ExpertsFormat",
     "Format",

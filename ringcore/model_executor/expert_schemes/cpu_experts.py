@@ -8,12 +8,13 @@ import torch
 
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts
+from ringcore.model_executor.expert_schemes.padded_inputs import padded_inputs
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
 from ringcore.model_executor.linear_schemes.block_kernels import block_kernels
 from ringcore.model_executor.linear_schemes.cpu_product import is_of_rounded_rows
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
-from ringcore.model_executor.linear_schemes.scaled_blocks import scaled_blocks
+from ringcore.model_executor.linear_schemes.scaled_blocks import padded_order, scaled_blocks
 
 __all__ = ["cpu_experts"]
 
@@ -29,15 +30,19 @@ def cpu_experts(
 
 def _by_kernels(
     matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, rounding: InputRounding | None
-) -> KernelExperts | None:
+) -> ExpertWeight | None:
     kernels, num_experts = block_kernels(), len(matrices)
     if kernels is None:
         return None
     orders = [None if one.groups.index is None else one.groups.index.argsort(stable=True) for one in matrices]
+    known, padding = [order for order in orders if order is not None], (0, 0)
+    if not known:
+        order, padding = padded_order(matrices[0])
+        orders = [order] * num_experts
     by_integers = rounding is not None and is_of_rounded_rows(matrices[0], rounding)
     blocks = scaled_blocks(kernels, matrices, orders, None, dtype, by_integers=by_integers)
     if blocks is None:
         return None
-    known = [order for order in orders if order is not None]
     all_orders = torch.stack(known) if known else None
-    return KernelExperts(blocks, num_experts, dtype, None if by_integers else rounding, all_orders)
+    experts = KernelExperts(blocks, num_experts, dtype, None if by_integers else rounding, all_orders)
+    return padded_inputs(experts, *padding)

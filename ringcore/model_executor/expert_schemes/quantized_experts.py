@@ -1,8 +1,8 @@
-"""Experts whose matrices are quantized: those of all experts of a rank as one `QuantizedMatrix`, or one for each."""
+"""Experts whose matrices are quantized: those of all experts of a rank as one matrix, or one for each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -10,40 +10,40 @@ import torch.nn.functional as F  # noqa: N812
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes.expanding_product import ExpandableMatrix
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
 
-__all__ = ["QuantizedExperts"]
+__all__ = ["ExpandingExperts", "QuantizedExperts"]
 
 _BLOCK = 1 << 18  # numbers that a CPU expands at a time: 1 MiB, which stays in a core's cache
 
 
-class QuantizedExperts(ExpertWeight):
-    """The kernels expand tiles. A CPU expands some outputs of an expert with rows at a time, for each product."""
+class ExpandingExperts(ExpertWeight):
+    """On a CPU: some outputs of an expert with rows are expanded at a time, for each product."""
 
     def __init__(
         self,
-        matrices: Sequence[QuantizedMatrix],
+        matrices: Sequence[ExpandableMatrix],
         num_experts: int,
         dtype: torch.dtype,
-        rounding: InputRounding | None = None,
+        device: torch.device,
+        rounding: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """matrices: of each expert, or, as kernels need it, one with the outputs of the experts one after the other.
-        rounding: of the inputs."""
+        """matrices: of each expert, or one with the outputs of the experts one after the other. rounding: of the
+        inputs."""
         first = matrices[0]
-        self._matrices, self.dtype, self.device, self._rounding = matrices, dtype, first.scales.device, rounding
+        self._matrices, self.dtype, self.device, self._rounding = matrices, dtype, device, rounding
         self._per_matrix = num_experts // len(matrices)
         self.shape = num_experts, first.num_outputs // self._per_matrix, first.num_inputs
-        self._stored = packed_weight(first, dtype) if ops.has_kernels(self.device) else None
 
     @property
     def stored(self) -> PackedWeight:
-        assert self._stored is not None, "a device without kernels"
-        return self._stored
+        raise AssertionError("for a device with kernels")
 
     def rounded(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self._rounding is None else self._rounding.rounded(rows)
+        return rows if self._rounding is None else self._rounding(rows)
 
     def refresh(self) -> None:
         for matrix in self._matrices:
@@ -67,3 +67,23 @@ class QuantizedExperts(ExpertWeight):
         index, of_matrix = divmod(expert, self._per_matrix)
         before = of_matrix * self.shape[1]
         return self._matrices[index].expanded(before + first, before + end)
+
+
+class QuantizedExperts(ExpandingExperts):
+    """As they are bound, on any device: the kernels of a GPU expand tiles of one matrix of all experts."""
+
+    def __init__(
+        self,
+        matrices: Sequence[QuantizedMatrix],
+        num_experts: int,
+        dtype: torch.dtype,
+        rounding: InputRounding | None = None,
+    ) -> None:
+        device = matrices[0].scales.device
+        super().__init__(matrices, num_experts, dtype, device, None if rounding is None else rounding.rounded)
+        self._stored = packed_weight(matrices[0], dtype) if ops.has_kernels(device) else None
+
+    @property
+    def stored(self) -> PackedWeight:
+        assert self._stored is not None, "a device without kernels"
+        return self._stored

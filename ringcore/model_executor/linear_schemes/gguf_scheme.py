@@ -25,7 +25,7 @@ from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 from ringcore.model_executor.weight import Derived, Weight
 
-__all__ = ["GgufScheme", "RowsOfBlocks", "rows_of_blocks"]
+__all__ = ["GgufScheme", "RowsOfBlocks", "in_blocks", "rows_of_blocks"]
 
 
 class RowsOfBlocks(Protocol):
@@ -37,6 +37,14 @@ def rows_of_blocks(table: torch.Tensor, form: GgufFormat) -> RowsOfBlocks:
     """table: [num_rows, bytes of a row] uint8, as `GgufScheme` declares it, loaded."""
     kernels = block_kernels() if table.device.type == "cpu" else None
     return GgufMatrix(table, form) if kernels is None else KernelMatrix(kernels, table, BlockLayout.of_file(form))
+
+
+def in_blocks(dense: Weight, form: GgufFormat) -> Weight:
+    """The rows of a weight as the file has them. dense: of whole blocks, [..., num_inputs]."""
+    *outer, num_inputs = dense.shape
+    parts = tuple(replace(part, blocks=form) for part in dense.parts)
+    shape = *outer, form.row_bytes(num_inputs)
+    return replace(dense, shape=shape, dtype=torch.uint8, parts=parts, arrangement=BlocksArrangement(form))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class GgufScheme(LinearScheme):
         dense = Dense().weights(shard)
         if not self._is_whole(shard):
             return dense
-        return {suffix: self._in_blocks(weight, shard.inputs.length) for suffix, weight in dense.items()}
+        return {suffix: in_blocks(weight, self.format) for suffix, weight in dense.items()}
 
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
@@ -73,9 +81,3 @@ class GgufScheme(LinearScheme):
     def _is_whole(self, shard: LinearShard) -> bool:
         numbers, _ = self.format.block
         return shard.inputs.start % numbers == 0 and shard.inputs.length % numbers == 0
-
-    def _in_blocks(self, dense: Weight, num_inputs: int) -> Weight:
-        parts = tuple(replace(part, blocks=self.format) for part in dense.parts)
-        shape = dense.shape[0], self.format.row_bytes(num_inputs)
-        arrangement = BlocksArrangement(self.format)
-        return replace(dense, shape=shape, dtype=torch.uint8, parts=parts, arrangement=arrangement)

@@ -19,7 +19,7 @@ from ringcore.model_executor.linear_schemes.block_kernels import (
 from ringcore.model_executor.linear_schemes.codes import AwqCodes, ByteCodes, WordCodes
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 
-__all__ = ["scaled_blocks"]
+__all__ = ["padded_order", "scaled_blocks"]
 
 _GROUP = 32  # inputs of a block
 _LARGEST_ZERO = 255
@@ -37,20 +37,21 @@ def scaled_blocks(
     by_integers: bool = False,
 ) -> KernelMatrix | None:
     """Of the outputs of all matrices, which are of one format and size, one after the other; of several they must be
-    whole runs. orders: in which the kernels see the inputs of each, sorted by group. dtype: of the inputs. by_integers:
-    they are rounded by row, and the codes are INT8 with a scale for each output. None where a block has several scales,
-    or codes are neither integers nor e4m3, or sums may overflow, or a run has outputs of two matrices."""
+    whole runs. orders: in which the kernels see the inputs of each, sorted by group, as many of each; an input that
+    comes again is of zeros (`padded_order`). dtype: of the inputs. by_integers: they are rounded by row, and the codes
+    are INT8 with a scale for each output. None where a block has several scales, or codes are neither integers nor
+    e4m3, or sums may overflow, or a run has outputs of two matrices."""
     (first, *others), (kind, is_signed) = matrices, _kind(matrices[0])
     groups = [_groups(matrix, order) for matrix, order in zip(matrices, orders, strict=True)]
     size = min(_scale_size(of_one, first.scales.shape[1]) for of_one in groups)
-    is_cut = bool(others) and first.num_outputs % LANES > 0
-    if kind is None or size < _GROUP or is_cut or (by_integers and first.num_inputs > _MOST_INTEGERS):
+    is_cut, num_inputs = bool(others) and first.num_outputs % LANES > 0, len(groups[0])
+    if kind is None or size < _GROUP or is_cut or (by_integers and num_inputs > _MOST_INTEGERS):
         return None
     added = 128 if is_signed else 0
     scales = [_run_scales(matrix, of_one, size, added) for matrix, of_one in zip(matrices, groups, strict=True)]
     if any(of_one is None for of_one in scales):
         return None
-    rows = torch.empty(len(matrices), first.num_outputs, first.num_inputs * first.codes.bits // 8, dtype=torch.uint8)
+    rows = torch.empty(len(matrices), first.num_outputs, num_inputs * first.codes.bits // 8, dtype=torch.uint8)
     for matrix, order, out in zip(matrices, orders, rows, strict=True):
         _fill_rows(kernels, matrix, order, is_signed, out)
     rows = rows.flatten(0, 1)
@@ -58,6 +59,18 @@ def scaled_blocks(
     num_bytes = _GROUP * first.codes.bits // 8
     layout = BlockLayout(kind, _GROUP, num_bytes, "integers" if by_integers else exact_form(dtype))
     return KernelMatrix(kernels, rows, layout, None if bias is None else bias.float(), _joined(scales))
+
+
+def padded_order(matrix: QuantizedMatrix) -> tuple[torch.Tensor | None, tuple[int, int]]:
+    """For a rank's share of consecutive inputs that begins or ends within a block: the order in which the first input
+    and the last one come again, so that it is of whole blocks, and how often they do. None where it is."""
+    num_inputs, groups = matrix.num_inputs, _groups(matrix, None)
+    ends = groups.diff().nonzero().flatten() + 1
+    before = -int(ends[0]) % _GROUP if len(ends) and matrix.scales.shape[1] > 1 else 0
+    after = -(before + num_inputs) % _GROUP
+    if not before and not after:
+        return None, (0, 0)
+    return torch.arange(-before, num_inputs + after).clamp_(0, num_inputs - 1), (before, after)
 
 
 def _groups(matrix: QuantizedMatrix, order: torch.Tensor | None) -> torch.Tensor:
@@ -108,7 +121,7 @@ def _run_scales(matrix: QuantizedMatrix, groups: torch.Tensor, size: int, added:
         if numbers.numel() and int(numbers.max()) > _LARGEST_ZERO:
             return None
         zeros = numbers.to(torch.uint8)
-    shift = _ALL if size == matrix.num_inputs else (size // _GROUP).bit_length() - 1
+    shift = _ALL if size == len(groups) else (size // _GROUP).bit_length() - 1
     return RunScales(_by_run(scales), _by_run(zeros), shift)
 
 

@@ -15,7 +15,7 @@ import torch
 from ringcore.checkpoint.model_files import safetensors_files
 from ringcore.errors import InvalidRequestError, ModelLoadError
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.model_executor.tensor_source import SafetensorsSource
+from ringcore.model_executor.tensor_source import GGUFSource, SafetensorsSource
 from ringcore.model_executor.weight_update import WeightUpdate
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.loaded_model import LoadedModel
@@ -180,7 +180,8 @@ class WeightReceiver:
 
 def _from_files(path: str, update: WeightUpdate) -> tuple[int, int]:
     try:
-        with SafetensorsSource(_files(Path(path))) as source:
+        is_gguf = path.endswith(".gguf")
+        with GGUFSource(path, update.names) if is_gguf else SafetensorsSource(_files(Path(path))) as source:
             return update.read(source)
     except ModelLoadError as error:
         raise InvalidRequestError(f"path={path!r}: {error.message}", field="path", value=path) from error
@@ -193,7 +194,9 @@ def _files(path: Path) -> list[str]:
             raise ModelLoadError("no safetensors files are in this folder", path=str(path))
         return files
     if not path.is_file():
-        raise ModelLoadError("no such file or folder; give a safetensors file or a folder of them", path=str(path))
+        raise ModelLoadError(
+            "no such file or folder; give a safetensors file, a folder of them or a .gguf file", path=str(path)
+        )
     return [str(path)]
 
 

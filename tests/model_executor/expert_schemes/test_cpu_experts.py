@@ -10,7 +10,7 @@ from ringcore.model_executor.expert_schemes.cpu_experts import cpu_experts
 from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
 from ringcore.model_executor.linear_schemes.block_kernels import block_kernels
-from ringcore.model_executor.linear_schemes.codes import ByteCodes, WordCodes
+from ringcore.model_executor.linear_schemes.codes import ByteCodes, Codes, WordCodes
 from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
 
@@ -105,6 +105,42 @@ def test_int8_rows_are_rounded_by_the_kernels_and_summed_as_integers():
     each = [(codes[of_row == e].double(), one, one.codes.numbers(0, 48).double()) for e, one in enumerate(matrices)]
     exact = torch.cat([(x @ numbers.T) * one.scales.double().T for x, one, numbers in each]) * scales.double()
     assert torch.allclose(weight.product(rows, of_row, ends).double(), exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [(0, 48), (48, 144), (80, 304), (40, 8)])
+@pytest.mark.parametrize("name", ["4 bits", "fp8 in blocks", "int8 by channel"])
+def test_a_share_that_begins_or_ends_within_a_block_is_padded(name, share, dtype):
+    """Groups of 128, which the shares cut: of one group, of two, and of four with two whole ones."""
+    (kind, group), (start, length) = FORMATS[name], share
+    matrices = [_share_of(matrix(seed, kind, group), start, length) for seed in range(EXPERTS)]
+    rounding = BY_TOKEN if kind == "int8" else None
+    weight = cpu_experts(matrices, dtype, updatable=False, rounding=rounding)
+    assert not isinstance(weight, QuantizedExperts)
+    numbers = torch.stack([one.expanded() for one in matrices])
+    assert weight.shape == numbers.shape
+    assert torch.equal(weight.numbers(torch.tensor([3, 0])), numbers[[3, 0]])
+    for load in LOADS:
+        rows, of_row, ends = routed(load, dtype)
+        rows = rows[:, :length]
+        seen = rows if rounding is None else rounding.rounded(rows.float())
+        exact = torch.cat([seen[of_row == e].double() @ numbers[e].double().T for e in range(EXPERTS)])
+        sums = torch.cat([seen[of_row == e].double().abs() @ numbers[e].double().abs().T for e in range(EXPERTS)])
+        error = (weight.product(weight.rounded(rows), of_row, ends).double() - exact).abs()
+        assert (error <= 1e-4 * sums + 1e-4 + (2**-8 * exact.abs() if dtype == torch.bfloat16 else 0)).all()
+
+
+def _share_of(whole: QuantizedMatrix, start: int, length: int) -> QuantizedMatrix:
+    """Inputs `start` to `start + length`, with the scales of the groups that they are of."""
+    group, codes = whole.groups.size, whole.codes
+    if isinstance(codes, ByteCodes):
+        own: Codes = ByteCodes(codes.tensor[:, start : start + length].contiguous())
+    else:
+        bytes_ = slice(start * codes.bits // 8, (start + length) * codes.bits // 8)
+        own = WordCodes(codes.words[:, bytes_].contiguous(), codes.bits, length)
+    groups = slice(start // group, -(-(start + length) // group))
+    zeros = None if whole.zeros is None else whole.zeros[:, groups]
+    return QuantizedMatrix(own, whole.scales[:, groups], Groups(group, offset=start % group), zeros=zeros)
 
 
 @pytest.mark.parametrize("change", [{"updatable": True}, {"num_outputs": 40}, {"group": 16}])

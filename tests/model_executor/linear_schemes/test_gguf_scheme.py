@@ -284,8 +284,8 @@ def test_which_files_stay_packed(tmp_path, checkpoint):
     with pytest.raises(ConfigError, match=r"gguf_weights='packed': the model is no \.gguf file"):
         quantization("packed", given=dense)
     by_transformers = read_model_spec(files, FAMILIES, "transformers"), files
-    assert quantization("auto", host=SmallHost(1), given=by_transformers) is None
-    with pytest.raises(ConfigError, match="modules of transformers"):
-        quantization("packed", given=by_transformers)
+    packed = quantization("auto", host=SmallHost(1), given=by_transformers)
+    assert packed.format_of("model.layers.1.self_attn.q_proj") == GgufFormat("Q4_0")
+    assert packed.format_of("lm_head") is packed.format_of("model.embed_tokens") is None, "they are the model's own"
     write_gguf(path, hf(), "llama", "F16")
     assert quantization("packed", given=(spec, find_model(path))) is None  # nothing is packed in the file

@@ -160,10 +160,12 @@ def tolerance(kind: str) -> float:
         *((kind, SIZE, 1, False) for kind in ("int8", "w4 asym", "awq", "gptq order")),
         *((kind, SIZE, 2, True) for kind in ("awq", "gptq order")),
         ("gptq", WIDE, 2, False),
+        *((kind, SIZE, 2, False) for kind in ("fp8 channel", "int8", "w4 asym", "awq", "gptq")),
     ],
 )
 def test_packed_experts_give_the_logits_of_what_the_codes_mean(saved, kind, size, ranks, expert_parallel):
-    """For 1, 5 and 64 tokens; of the checkpoint's tensors nothing is left beside the copy."""
+    """For 1, 5 and 64 tokens; of the checkpoint's tensors nothing is left beside the copy. Of two ranks each has 48 of
+    96 inputs of down: the first ends within a block of 32, and the second begins there."""
     folder, expected = saved(kind, size)
 
     def run(tp: Any) -> list[torch.Tensor]:
@@ -174,18 +176,6 @@ def test_packed_experts_give_the_logits_of_what_the_codes_mean(saved, kind, size
     for of_rank in on_all_ranks(ranks, run):
         for logits in of_rank:
             torch.testing.assert_close(logits, expected[: len(logits)], atol=tolerance(kind), rtol=0)
-
-
-def test_shares_that_cut_a_group_are_expanded(saved):
-    folder, expected = saved("awq")
-
-    def run(tp: Any) -> torch.Tensor:
-        model, left = packed(folder, tp)
-        assert {name.rpartition(".")[0].rpartition(".")[2] for name in left} == {"down_proj"}
-        return DenseRun(model, 64, 1, device=CPU).step({0: IDS})
-
-    for logits in on_all_ranks(2, run):
-        torch.testing.assert_close(logits, expected, atol=tolerance("awq"), rtol=0)
 
 
 @pytest.mark.parametrize(("size", "expert_parallel"), [(1, False), (2, False), (2, True)])

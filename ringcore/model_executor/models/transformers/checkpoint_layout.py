@@ -22,6 +22,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from ringcore.checkpoint.quantization import GgufFormat
+from ringcore.model_executor.linear_schemes.gguf_scheme import in_blocks
 from ringcore.model_executor.models.transformers.operation_mode import OperationMode
 from ringcore.model_executor.models.transformers.refusal import Refused
 from ringcore.model_executor.weight import Arrangement, Uniform, Weight, WeightPart
@@ -59,6 +61,7 @@ class TensorLayout:
     share: Ranges | None = None  # where a rank has only that
     dummy: tuple[float, float] | None = None  # range of dummy weights; None: that of a dense tensor of its name
     arrangement: Arrangement | None = None  # of a tensor that is one of the checkpoint's as it is: see `Weight`
+    blocks: GgufFormat | None = None  # in which a GGUF file has all pieces, whose rows stay so
 
     @classmethod
     def of_one(
@@ -85,6 +88,12 @@ class TensorLayout:
 
     def weight(self) -> Weight:
         """All of it, or the rank's share."""
+        return self._stored(self._dense())
+
+    def _stored(self, dense: Weight) -> Weight:
+        return dense if self.blocks is None else in_blocks(dense, self.blocks)
+
+    def _dense(self) -> Weight:
         if self.share is not None:
             return self._sliced(self.share) if self.is_whole else self._stacked(self.share)
         if not self.shape:  # a number, which is read as one row
@@ -104,7 +113,7 @@ class TensorLayout:
         if self.share is None:
             return []
         parts = tuple(WeightPart(one.checkpoint_name, one.shape, 0, 0, one.shape[0]) for one in self.pieces)
-        return [Weight(self.name, self.shape, self.dtype, parts, self._init)]
+        return [self._stored(Weight(self.name, self.shape, self.dtype, parts, self._init))]
 
     def slice(self, dim: int, start: int, length: int) -> Weight:
         """Entries `start` to `start` + `length` along dim; of a whole tensor only."""

@@ -7,6 +7,7 @@ quantized ones are buffers of the same modules, by the names that the checkpoint
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,7 @@ from ringcore.model_executor.models.transformers.expert_shares import (
     slots_of,
     whole_experts,
 )
+from ringcore.model_executor.models.transformers.packed_experts import in_blocks_of_file
 from ringcore.model_executor.models.transformers.refusal import Refused
 from ringcore.model_executor.weight import CHECKPOINT_DTYPES, Weight
 
@@ -62,21 +64,24 @@ class Experts:
 
     def __init__(self, model: PreTrainedModel, quantization: Quantization | None = None) -> None:
         """model: on meta, with the layers of all stages."""
-        self._format = None if quantization is None else quantization.experts
+        self._quantization, self._format = quantization, None if quantization is None else quantization.experts
         self._modules: dict[str, Any] = {name: one for name, one in model.named_modules() if is_experts(one)}
         self._forms = {name: form_of(module) for name, module in self._modules.items()}
         self._tp: dict[str, TensorParallel] = {}  # of those that are split
         self._slots: dict[str, ExpertSlots] = {}  # of whole experts
         self._layouts: dict[str, TensorLayout] = {}  # of these, by the name of a tensor
+        self._packed: dict[str, ExpertsScheme] = {}  # of those in blocks of a GGUF file, by the name of the matrix
+        self._expanded: Counter[str] = Counter()  # matrices of such a file, by the reason why they are not
 
     def __len__(self) -> int:
         return len(self._forms)
 
     def reasons(self) -> list[str]:
-        """Why some activations are not an epilogue of a product."""
+        """Why some activations are not an epilogue of a product, and matrices of a GGUF file are not packed."""
         own = (self._modules[name] for name, form in self._forms.items() if form.gate is None)
         names = dict.fromkeys(type(module).__name__ for module in own)
-        return [f"{name} has an activation of its own between its products" for name in names]
+        expanded = [f"{count} matrices of experts are expanded: {why}" for why, count in self._expanded.items()]
+        return [*(f"{name} has an activation of its own between its products" for name in names), *expanded]
 
     def store(self, layouts: dict[str, TensorLayout]) -> None:
         """The layouts of quantized experts become those of the tensors that the checkpoint has in their place. Raises
@@ -143,11 +148,28 @@ class Experts:
         shape = share.ranges_of(dense, leaf).shape(whole.shape)
         module._parameters[leaf] = nn.Parameter(whole.new_empty(shape), False)
 
+    def pack(self, layouts: dict[str, TensorLayout]) -> None:
+        """After `split`: the layouts of experts of a GGUF file become those of its blocks, where there are kernels."""
+        formats = self._quantization
+        if formats is None or formats.method != "gguf":
+            return
+        for name, module in self._modules.items():
+            for path in (f"{name}.{_up(module)}", f"{name}.{_DOWN}"):
+                found = in_blocks_of_file(layouts[path], formats)
+                if isinstance(found, str):
+                    self._expanded[found] += 1
+                    continue
+                layouts.pop(path)
+                rows, self._packed[path] = found
+                layouts[rows.name] = rows
+                if self._layouts.pop(path, None) is not None:
+                    self._layouts[rows.name] = rows
+
     def bind(self, expert_parallel: bool, tiles: SearchedTiles | None = None) -> None:
         """After the tensors of the modules are bound; those of other stages have none. tiles: what a search found."""
         for name, form in self._forms.items():
             module = self._modules[name]
-            up, down = self._weight(module, _up(module)), self._weight(module, _DOWN)
+            up, down = self._weight(name, _up(module)), self._weight(name, _DOWN)
             if up is None or down is None:
                 continue
             tp = self._tp.get(name, SingleRank())
@@ -186,9 +208,11 @@ class Experts:
     def _scheme(self, module: Any) -> ExpertsScheme:
         return experts_scheme(self._format, module.is_transposed)
 
-    def _weight(self, module: Any, leaf: str) -> ExpertWeight | None:
+    def _weight(self, name: str, leaf: str) -> ExpertWeight | None:
         """None where its tensors are not of this stage."""
-        scheme, bound = self._scheme(module), module._parameters | module._buffers
+        module = self._modules[name]
+        scheme = self._packed.get(f"{name}.{leaf}") or self._scheme(module)
+        bound = module._parameters | module._buffers
         tensors = {tensor.suffix: bound.get(f"{leaf}{tensor.suffix}") for tensor in scheme.tensors}
         if any(tensor is None or tensor.is_meta for tensor in tensors.values()):
             return None

@@ -137,9 +137,11 @@ class TransformersModel(CausalLM):
         """Leaves the model this rank's share of what is not replaced."""
         self._experts = Experts(model, quantization)
         self._experts.store(layouts)
+        if tp.size > 1:
+            self._experts.split(layouts, tp, self._expert_parallel, self._redundant_experts)
+        self._experts.pack(layouts)
         if tp.size == 1:
             return {}
-        self._experts.split(layouts, tp, self._expert_parallel, self._redundant_experts)
         return shard(model, layouts, tp.detached(), self._fusion.replaced)
 
     def _take_stage(self, body: Body, chain: LayerChain, dtype: torch.dtype) -> None:

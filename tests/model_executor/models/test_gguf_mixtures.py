@@ -1,0 +1,234 @@
+"""Mixtures of a GGUF file whose experts and linears stay in its blocks: the logits of the expanded model."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_attention import DenseRun
+from gguf_models import write_gguf
+from thread_tp import on_all_ranks
+
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint.expected_tensors import stored_bytes
+from ringcore.checkpoint.quantization import GGUF_BLOCKS
+from ringcore.config import EngineConfig
+from ringcore.config.gguf_weights import with_gguf_weights
+from ringcore.distributed.parallel import SingleRank, TensorParallel
+from ringcore.errors import CapacityError, InvalidRequestError
+from ringcore.families import FAMILIES
+from ringcore.front_end.start_checks import check_host_memory
+from ringcore.host.resources import Host
+from ringcore.model_executor.linear_schemes.block_kernels import block_kernels
+from ringcore.model_executor.loader import load_weights, pending_weights
+from ringcore.model_executor.models import build_model
+from ringcore.model_executor.tensor_source import open_source
+from ringcore.model_executor.weight_update import WeightUpdate
+from ringcore.protocol.expert_placement import ExpertPlacement
+
+CPU, MAX_LEN = torch.device("cpu"), 64
+IDS = [(7 * i + i * i) % 97 for i in range(40)]
+HIDDEN, EXPERTS = 256, 4
+SIZES = {
+    "vocab_size": 97, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN, "num_experts_per_tok": 2, "head_dim": 64,
+    "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+OF_EXPERTS = {"num_experts": EXPERTS, "moe_intermediate_size": 256, "intermediate_size": 256}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **OF_EXPERTS},
+    "qwen2moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 256, **OF_EXPERTS},
+    "minimax-m2": {"model_type": "minimax_m2", "num_local_experts": EXPERTS, "intermediate_size": 256},
+}
+
+
+@functools.cache
+def hf(architecture: str, seed: int = 1, **changes: Any) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    options = SIZES | MODELS[architecture] | changes
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[options["model_type"]].from_dict(options)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2 if "norm" in name or parameter.ndim < 2 else 0.08)
+    return model
+
+
+def written(folder: Path, architecture: str, kind: str, seed: int = 1, down: str | None = None, **changes: Any) -> Path:
+    kinds = {"ffn_gate_inp": "F32", "ffn_down_exps": down or kind}
+    folder.mkdir(exist_ok=True)
+    return Path(write_gguf(folder, architecture, hf(architecture, seed, **changes), kind, kinds))
+
+
+def built(path: Path, asked: str, tp: TensorParallel | None = None, **options: Any) -> Any:
+    files = find_model(path)
+    spec = with_gguf_weights(read_model_spec(files, FAMILIES), files, asked, "float32", "cpu", Host())
+    return build_model(spec, tp or SingleRank(), torch.float32, MAX_LEN, **options)
+
+
+def loaded(path: Path, asked: str, tp: TensorParallel | None = None, **options: Any) -> Any:
+    model = built(path, asked, tp, **options)
+    with pending_weights(model.weights(), find_model(path), 0, CPU, may_ignore=model.may_ignore) as tensors:
+        model.bind(tensors)
+    return model
+
+
+def step(model: Any) -> torch.Tensor:
+    return DenseRun(model, MAX_LEN, 1, device=CPU).step({0: IDS})
+
+
+def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=3e-4 * float(expected.abs().max()), rtol=0)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def of_experts(model: Any) -> dict[str, Any]:
+    return {weight.name: weight for weight in model.weights() if ".experts." in weight.name}
+
+
+@pytest.mark.parametrize("kind", sorted(GGUF_BLOCKS))
+def test_every_type_on_one_rank_and_two(tmp_path, kind):
+    """Of two ranks each has 128 inputs of down: half of a block of the K types, and the other rank has the rest."""
+    path = written(tmp_path, "qwen3moe", kind)
+    expected = step(loaded(path, "expanded"))
+    for size in (1, 2):
+        for found in on_all_ranks(size, lambda tp: step(loaded(path, "packed", tp))):
+            assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K"])
+@pytest.mark.parametrize("architecture", ["qwen2moe", "minimax-m2"])
+def test_two_ranks_have_shares_of_linears_too(tmp_path, architecture, kind):
+    """Of attention and of shared experts: in blocks, and as numbers where a share cuts a block of 256."""
+    path = written(tmp_path, architecture, kind)
+    expected = step(loaded(path, "expanded"))
+
+    def run(tp: TensorParallel) -> tuple[torch.Tensor, set[torch.dtype]]:
+        model = loaded(path, "packed", tp)
+        return step(model), {weight.dtype for weight in model.weights() if "o_proj" in weight.name}
+
+    for found, dtypes in on_all_ranks(2, run):
+        assert_equal(found, expected)
+        assert dtypes == {torch.uint8 if kind == "Q4_0" else torch.float32}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_what_is_in_memory_is_what_is_in_the_file(tmp_path, architecture):
+    """But for the table and the head. Gate and up in another type than down, as files of mixed types have them."""
+    path = written(tmp_path, architecture, "Q4_K", down="Q6_K")
+    model = loaded(path, "packed")
+    assert_equal(step(model), step(loaded(path, "expanded")))
+    rows = of_experts(model)
+    assert {name.rpartition("_")[2] for name in rows} == {"rows"}
+    size = 2 * EXPERTS * HIDDEN * 256
+    assert sum(weight.nbytes for weight in rows.values()) == size * 2 * 144 // 256 + size * 210 // 256
+    table_and_head = 2 * 97 * HIDDEN * 4
+    held = sum(weight.nbytes for weight in model.weights()) - table_and_head
+    assert held < stored_bytes(find_model(path), 4) < path.stat().st_size
+    assert all(layer.mlp.experts.gate_up_proj.is_meta for layer in model._model.model.layers), "nothing is expanded"
+    assert not [reason for reason in model.report().not_fused if "expanded" in reason]
+
+
+def test_the_host_s_memory_is_compared_with_what_is_packed(tmp_path):
+    path = written(tmp_path, "qwen3moe", "Q8_0")
+    config = EngineConfig.from_options(model=str(path), gguf_weights="packed", device="cpu", dtype="float32")
+    needed = stored_bytes(find_model(path), 4)
+    check_host_memory(config, SmallHost(needed))
+    with pytest.raises(CapacityError, match="1 bytes missing"):
+        check_host_memory(config, SmallHost(needed - 1))
+
+
+class SmallHost(Host):
+    def __init__(self, free_bytes: int) -> None:
+        super().__init__()
+        self._free_bytes = free_bytes
+
+    def free_memory_bytes(self) -> int:
+        return self._free_bytes
+
+
+def test_whole_experts_of_two_ranks_and_moved_between_them(tmp_path):
+    path = written(tmp_path, "qwen3moe", "Q5_K")
+    expected = step(loaded(path, "expanded"))
+
+    def run(tp: TensorParallel) -> torch.Tensor:
+        model = loaded(path, "packed", tp, expert_parallel=True, redundant_experts=2)
+        for slots in model.expert_slots:
+            slots.move(ExpertPlacement((3, 2, 1, 1, 0, 3), 4, 2))
+        return step(model)
+
+    for found in on_all_ranks(2, run):
+        assert_equal(found, expected)
+
+
+def test_inputs_rounded_to_8_bits_and_without_a_compiler(tmp_path, monkeypatch):
+    path = written(tmp_path, "qwen3moe", "Q4_0")
+    exact, rounded = step(loaded(path, "packed")), step(loaded(path, "packed_int8"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    block_kernels.cache_clear()
+    try:
+        assert_equal(step(loaded(path, "packed")), exact)
+        for found in on_all_ranks(2, lambda tp: step(loaded(path, "packed_int8", tp))):
+            assert (found - rounded).abs().mean() < (found - exact).abs().mean()
+    finally:
+        block_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "reason"),
+    [
+        ({"ffn_up_exps": "Q8_0"}, "gate and up are Q4_0 and Q8_0"),
+        ({"ffn_down_exps": "F16"}, "their type has no kernels here"),
+    ],
+)
+def test_what_is_expanded_is_said(tmp_path, kinds, reason):
+    path = Path(write_gguf(tmp_path, "qwen3moe", hf("qwen3moe"), "Q4_0", kinds))
+    model = loaded(path, "packed")
+    assert_equal(step(model), step(loaded(path, "expanded")))
+    assert f"2 matrices of experts are expanded: {reason}" in model.report().not_fused
+
+
+class Ranks(SingleRank):
+    size = 8
+
+
+def test_a_share_of_fewer_outputs_than_the_kernels_take_is_expanded(tmp_path):
+    changes = {"moe_intermediate_size": 32, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+    model = built(written(tmp_path, "qwen3moe", "Q4_0", **changes), "packed", Ranks())
+    reason = "2 matrices of experts are expanded: a rank has 8 outputs of each, no multiple of 16"
+    assert reason in model.report().not_fused
+    types = {name.rpartition(".")[2]: weight.dtype for name, weight in of_experts(model).items()}
+    assert types == {"gate_up_proj": torch.float32, "down_proj_rows": torch.uint8}
+
+
+def test_updates_are_of_files_of_the_same_types(tmp_path):
+    """In place, as sleep mode reads them again; numbers are refused before one is written."""
+    path, new = written(tmp_path / "a", "qwen3moe", "Q8_0"), written(tmp_path / "b", "qwen3moe", "Q8_0", seed=2)
+    expected, name = step(loaded(new, "expanded")), "model.layers.0.mlp.experts.1.up_proj.weight"
+
+    def run(tp: TensorParallel) -> torch.Tensor:
+        model = built(path, "packed", tp)
+        tensors = load_weights(model.weights(), find_model(path), 0, CPU, new_memory)
+        model.bind(dict(tensors), updatable=True)
+        update = WeightUpdate(model.weights(), tensors, model.elsewhere)
+        with pytest.raises(InvalidRequestError, match="is held as Q8_0 of a GGUF file, and comes as numbers"):
+            update.take(name, torch.zeros(256, HIDDEN))
+        wanted = [part.checkpoint_name for weight in model.weights() for part in weight.parts]
+        with open_source(find_model(new), 0, wanted) as source:
+            update.read(source)
+        update.check_complete()
+        update.finish()
+        model.refresh()
+        return step(model)
+
+    for size in (1, 2):
+        for found in on_all_ranks(size, run):
+            assert_equal(found, expected)
+
+
+def new_memory(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
