@@ -74,7 +74,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "mllama": (  # layers that attend to images alone, which text does not reach
         TEXT | {"num_hidden_layers": 4, "cross_attention_layers": [1, 2]},
-        VISION | {"attention_heads": 2, "num_global_layers": 1, "vision_output_dim": 32, "max_num_tiles": 1}
+        VISION
+        | {"attention_heads": 2, "num_global_layers": 1, "vision_output_dim": 32, "max_num_tiles": 1}
         | {"supported_aspect_ratios": [[1, 1]], "intermediate_layers_indices": [0]},
         {"image_token_index": 96},
     ),
