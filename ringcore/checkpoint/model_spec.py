@@ -126,14 +126,10 @@ class TransformersSpec(CommonSpec, frozen=True, kw_only=True, tag="transformers"
     num_experts: int = 0  # of each mixture, as far as the configuration has it by a name that is known
     expert_size: int = 0  # the intermediate size of an expert, likewise
 
-    def few_layers(self) -> TransformersSpec:
-        """The first layers, enough for one of every kind that `layer_types` names, and one after the dense layers that
-        some mixtures of experts begin with. Fields by layer are cut too."""
+    def first_layers(self, num_layers: int) -> TransformersSpec:
+        """Fields by layer are cut too."""
         whole = msgspec.json.decode(self.config)
         config = whole[TEXT_CONFIG] if self.is_part else whole
-        kinds = config.get("layer_types") or []
-        num_layers = 1 + max([kinds.index(kind) for kind in kinds], default=0)
-        num_layers = min(self.num_layers, max(num_layers, 1 + (config.get("first_k_dense_replace") or 0)))
         for name, value in config.items():
             if isinstance(value, list) and len(value) == self.num_layers:
                 config[name] = value[:num_layers]

@@ -76,7 +76,7 @@ def test_the_text_model_of_several_parts(tmp_path):
     assert (spec.architecture, spec.is_part) == ("Gemma3ForConditionalGeneration", True)
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers, spec.max_position_embeddings) == (90, 64, 3, 48)
     assert (spec.dtype, spec.eos_token_ids) == ("float16", [7])
-    few = json.loads(spec.few_layers().config)
+    few = json.loads(spec.first_layers(1).config)
     assert (few["text_config"]["num_hidden_layers"], few["text_config"]["layer_types"]) == (1, ["full_attention"])
     assert few["model_type"] == "gemma3"
 
@@ -140,17 +140,16 @@ def test_code_of_the_folder_is_not_needed_where_transformers_has_the_type(tmp_pa
     assert read(tmp_path, OLMO2 | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}).model_type == "olmo2"
 
 
-def test_few_layers_have_one_of_every_kind_and_fields_by_layer_as_long_as_they_are(tmp_path):
+def test_fields_by_layer_of_the_first_layers_are_as_long_as_they_are(tmp_path):
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    few = read(tmp_path, OLMO2 | {"layer_types": kinds, "eos_token_id": 2}).few_layers()
+    few = read(tmp_path, OLMO2 | {"layer_types": kinds, "eos_token_id": 2}).first_layers(2)
     config = json.loads(few.config)
     assert (few.num_layers, config["num_hidden_layers"], config["layer_types"]) == (2, 2, kinds[:2])
     by_layer = {"00": {"head_dim": 8}, "3": {"head_dim": 4}}
-    few = read(tmp_path, OLMO2 | {"per_layer_config": by_layer, "id2label": {"0": "a", "1": "b"}}).few_layers()
+    few = read(tmp_path, OLMO2 | {"per_layer_config": by_layer, "id2label": {"0": "a", "1": "b"}}).first_layers(1)
     config = json.loads(few.config)
     assert (few.num_layers, config["per_layer_config"], len(config["id2label"])) == (1, {"00": {"head_dim": 8}}, 2)
-    assert read(tmp_path, OLMO2 | {"first_k_dense_replace": 2}).few_layers().num_layers == 3
-    assert json.loads(read(tmp_path, GPT2).few_layers().config)["n_layer"] == 1
+    assert json.loads(read(tmp_path, GPT2).first_layers(1).config)["n_layer"] == 1
 
 
 def test_reading_imports_no_torch(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ringcore.checkpoint.model_spec import TEXT_CONFIG
 from ringcore.errors import ModelLoadError
+from ringcore.model_executor.models.transformers.few_layers import few_layers
 from ringcore.model_executor.models.transformers.known_types import default_configuration, spec_of
 
 VOCABULARY = 198
@@ -73,17 +74,28 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     """Without weights' dtype and the like: what is not a size is as it is by default. Raises `ModelLoadError`."""
     config = default_configuration(model_type)
+    num_layers = _num_layers(config)
     if TEXT_CONFIG in config:
         parts = {name: _small_part(value) for name, value in config.items() if _is_part(value)}
         if "adaptor_config" in parts:  # its width is a quarter of the model's
             parts["adaptor_config"]["intermediate_size"] = _SMALL["hidden_size"] // 4
         tokens = {name: token for name, token in _TOKENS.items() if name in config}
-        return config | parts | {TEXT_CONFIG: _tiny(config[TEXT_CONFIG])} | tokens | changes
-    return _tiny(config) | changes
+        return config | parts | {TEXT_CONFIG: _tiny(config[TEXT_CONFIG], num_layers)} | tokens | changes
+    return _tiny(config, num_layers) | changes
 
 
-def _tiny(config: dict[str, Any]) -> dict[str, Any]:
-    config = _cut(config)
+def _num_layers(config: dict[str, Any]) -> int | None:
+    """As many as have one of each kind; None of a model that does not begin with them, or that is refused."""
+    try:
+        spec = spec_of(config)
+    except ModelLoadError:
+        return None
+    num_layers = few_layers(spec).num_layers
+    return None if num_layers == spec.num_layers else max(num_layers, _MIN_LAYERS)
+
+
+def _tiny(config: dict[str, Any], num_layers: int | None) -> dict[str, Any]:
+    config = _cut(config, num_layers)
     sizes = _small(config)
     if _is_number(config.get("kv_lora_rank")):  # latent attention has keys and values for every head
         sizes["num_key_value_heads"] = _SMALL["num_attention_heads"]
@@ -100,8 +112,9 @@ def _tiny(config: dict[str, Any]) -> dict[str, Any]:
     return config | sizes | numbers | tokens
 
 
-def _cut(config: dict[str, Any]) -> dict[str, Any]:
-    """The first layers, as many as have one of each kind. A configuration that is refused as it is stays whole."""
+def _cut(config: dict[str, Any], num_layers: int | None) -> dict[str, Any]:
+    """The first layers; None: as many as its lists have an entry of each kind for. A configuration that is refused as
+    it is stays whole."""
     try:
         spec = spec_of(config)
     except ModelLoadError:
@@ -109,7 +122,8 @@ def _cut(config: dict[str, Any]) -> dict[str, Any]:
     by_layer = {
         name: value for name, value in config.items() if isinstance(value, list) and len(value) == spec.num_layers
     }
-    num_layers = min(spec.num_layers, max(_MIN_LAYERS, *map(_num_for_all_kinds, by_layer.values()), 0))
+    num_layers = num_layers or max(_MIN_LAYERS, *map(_num_for_all_kinds, by_layer.values()), 0)
+    num_layers = min(spec.num_layers, num_layers)
     cut: dict[str, Any] = {name: value[:num_layers] for name, value in by_layer.items()}
     for name, value in config.items():  # by the index of a layer
         if isinstance(value, dict) and all(key.isdecimal() and isinstance(one, dict) for key, one in value.items()):

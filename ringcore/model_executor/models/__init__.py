@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ringcore.model_executor.models.base import CausalLM
     from ringcore.model_executor.models.draft_head import DraftHead
 
-__all__ = ["build_head", "build_model", "model_class"]
+__all__ = ["build_head", "build_model", "few_layers", "model_class"]
 
 
 def build_model(
@@ -52,6 +52,15 @@ def build_model(
                 return TransformersModel(spec, *given)
         case _:
             assert_never(spec)
+
+
+def few_layers(spec: AnySpec) -> AnySpec:
+    """The model of a few of its layers, enough for one of every kind."""
+    if isinstance(spec, ModelSpec):
+        return spec.few_layers()
+    from ringcore.model_executor.models.transformers.few_layers import few_layers
+
+    return few_layers(spec)
 
 
 def build_head(

@@ -27,7 +27,7 @@ from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.precompile import Variant, compile_variants, intercept_launches
 from ringcore.model_executor.arithmetic import arithmetic_of
-from ringcore.model_executor.models import build_model
+from ringcore.model_executor.models import build_model, few_layers
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
@@ -107,7 +107,7 @@ class FewLayers:
     @classmethod
     def of(cls, config: EngineConfig, tp: TensorParallel, dtype: str) -> Self:
         # User code is not called in a dummy run, and there are no CUDA graphs, since nothing is executed.
-        few = replace(config.model, spec=config.model.spec.few_layers(), logits_processors=[])
+        few = replace(config.model, spec=few_layers(config.model.spec), logits_processors=[])
         config = replace(config, model=few, device=replace(config.device, enforce_eager=True))
         device = torch.device("cuda")
         model = build_model(

@@ -212,6 +212,20 @@ def test_what_computes_something_else_stays_the_models_own(path, make, expected)
     assert not unchanged.reasons
 
 
+def a_little_more(forward):
+    def changed(self, hidden_states, **kwargs):
+        return hidden_states + 1.001 * (forward(self, hidden_states, **kwargs) - hidden_states)
+
+    return changed
+
+
+def test_what_is_added_to_multiplied_embeddings_is_told_apart():
+    """What a layer adds is a ten-thousandth of these, and would be rounded to three digits."""
+    factors = {"embedding_multiplier": 3000.0, "residual_multiplier": 0.263}
+    assert counts(found_in("granite", **factors)) == (2, 2, 2)
+    assert counts(found_in("granite", with_forward("", a_little_more), **factors)) == (0, 2, 2)
+
+
 def test_shared_experts_whose_gate_and_up_are_as_wide_as_the_model():
     """Beside what stands for the routed experts they look like the gate and the up of one MLP."""
     sizes = {"num_local_experts": 4, "intermediate_size": 48, "shared_intermediate_size": 16}  # 2 * 16 = 32

@@ -72,6 +72,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         VISION | {"projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16},
         {"image_token_index": 96},
     ),
+    "mllama": (  # layers that attend to images alone, which text does not reach
+        TEXT | {"num_hidden_layers": 4, "cross_attention_layers": [1, 2]},
+        VISION
+        | {"attention_heads": 2, "num_global_layers": 1, "vision_output_dim": 32, "max_num_tiles": 1}
+        | {"supported_aspect_ratios": [[1, 1]], "intermediate_layers_indices": [0]},
+        {"image_token_index": 96},
+    ),
 }
 
 
@@ -110,6 +117,14 @@ def test_logits_are_those_of_the_whole_model_on_text(tmp_path, model_type):
     together = DenseRun(model, 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
     torch.testing.assert_close(together, reference, atol=1e-4, rtol=1e-4)
     assert not [weight.name for weight in model.weights() if "vision" in weight.name or "visual" in weight.name]
+
+
+def test_layers_that_text_does_not_reach_are_left_out(tmp_path):
+    saved("mllama", tmp_path)
+    model = loaded(tmp_path)
+    assert len(model.attention_layers) == 2
+    assert not [weight.name for weight in model.weights() if "cross_attn" in weight.name]
+    assert model.report().num_layers == 2
 
 
 def test_fields_that_are_left_out_are_transformers_defaults(monkeypatch, capsys):

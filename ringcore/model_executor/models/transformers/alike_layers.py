@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["Journal", "RepeatedLayers"]
+__all__ = ["Journal", "RepeatedLayers", "lists_of"]
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -65,7 +65,7 @@ class RepeatedLayers:
         self._computed: dict[nn.Module, _Computed] = {}
         self._names = {module: name for name, module in body.named_modules()}
         self._entries = {id(journal.entries) for journal in journals}
-        self._kinds = [kind for layers in _lists_of(body) for kind in _kinds(layers)]
+        self._kinds = [kind for layers in lists_of(body) for kind in _kinds(layers)]
 
     @contextmanager
     def instead(self) -> Iterator[None]:
@@ -146,13 +146,13 @@ def _again(result: object, given: Sequence[Any]) -> object:
     return torch.empty_like(result) if isinstance(result, torch.Tensor) else result
 
 
-def _lists_of(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """Those that are in no other one."""
+def lists_of(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """The lists of layers in it that are in no other one."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield child
         else:
-            yield from _lists_of(child)
+            yield from lists_of(child)
 
 
 def _kinds(layers: nn.ModuleList) -> list[tuple[list[nn.Module], Collection[_Attribute]]]:

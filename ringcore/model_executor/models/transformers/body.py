@@ -65,6 +65,7 @@ class Body:
     in_mask: whether it hands down its mask alone, and not its keyword arguments
     names_no_device: whether it makes tensors and does not say on which device
     alike: by name in the body, the layers that compute the same as an earlier one (`alike_layers`), and that one
+    num_unread_layers: that text does not reach, of a model of several parts
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -72,6 +73,7 @@ class Body:
         self.model = model
         self.counts = self.in_mask = self.names_no_device = False
         self.alike: Mapping[str, str] = {}
+        self.num_unread_layers = 0
         self.path = _around_embeddings(model)
         self.module: PreTrainedModel = model.get_submodule(self.path)
 

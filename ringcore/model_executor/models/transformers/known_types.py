@@ -33,6 +33,7 @@ from ringcore.families import FAMILIES
 from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import on_meta
+from ringcore.model_executor.models.transformers.few_layers import few_layers
 from ringcore.model_executor.models.transformers.graph_capture import kept_from_graphs
 from ringcore.model_executor.models.transformers.model import TransformersModel
 from ringcore.model_executor.models.transformers.needs import Need
@@ -115,13 +116,8 @@ def _built_of(model_type: str) -> tuple[TransformersSpec, TransformersModel]:
 
 
 def _built(spec: TransformersSpec) -> tuple[TransformersSpec, TransformersModel]:
-    few = spec.few_layers()
-    try:
-        return few, _on_ranks(few, SingleRank())
-    except ModelLoadError:  # some have more fields by layer than can be told by their length
-        if few == spec:
-            raise
-    return spec, _on_ranks(spec, SingleRank())
+    few = few_layers(spec)
+    return few, _on_ranks(few, SingleRank())
 
 
 def _on_ranks(spec: TransformersSpec, tp: TensorParallel) -> TransformersModel:

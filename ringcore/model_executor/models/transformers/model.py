@@ -95,15 +95,16 @@ class TransformersModel(CausalLM):
         model, num_positions = on_meta(spec, dtype), spec.max_position_embeddings
         self._body = body = Body(model)
         self._left_out = keep_text(body, num_positions)
+        num_layers = spec.num_layers - body.num_unread_layers
         whole = record(body, num_positions)
-        _check_calls(whole, spec.num_layers)
+        _check_calls(whole, num_layers)
         calls = record_masked(body, num_positions)
         self._routers = Routers(model, dtype, lambda: record(body, num_positions))
         self._mixtures = Mixtures(model, self._routers.paths, spec.hidden_size)
         layouts = read_layouts(model, dense_names(TensorIndex(spec.weight_files), spec.quantization))
         self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size, num_positions)
         layers = self._fusion.recognised.layers
-        chain = read_chain(body, layers, spec.num_layers, num_positions) if self.stage.size > 1 else None
+        chain = read_chain(body, layers, num_layers, num_positions) if self.stage.size > 1 else None
         replaced = self._fusion.replaced
         shares = self._split(model, layouts, tp, spec.quantization)
         on_rank = whole if tp.size == 1 else record(body, num_positions)

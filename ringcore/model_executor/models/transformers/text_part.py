@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ringcore.model_executor.models.transformers.alike_layers import lists_of
 from ringcore.model_executor.models.transformers.attention_calls import Refused, record_masked, record_whole
 from ringcore.model_executor.models.transformers.body import Body, is_composite
 from ringcore.model_executor.models.transformers.checkpoint_layout import CheckpointNames
@@ -53,7 +54,7 @@ def keep_text(body: Body, num_positions: int) -> LeftOut:
     forget_padding(model)  # the whole may put it where images are
     if whole != record_masked(body, num_positions):
         raise Refused("its text model computes something else by itself than as a part of it", Need.TEXT_PART)
-    parts = list(_remove_unread(model, body.path, read))
+    parts = [*_remove_unread(model, body.path, read), *_remove_unread_layers(body, read)]
     tied = model.all_tied_weights_keys
     for name in [name for name in tied if any(name.startswith(f"{part}.") for part in parts)]:
         del tied[name]
@@ -65,8 +66,7 @@ def _remove_unread(model: nn.Module, path: str, read: Collection[int]) -> Iterat
     outer = ""
     for part in path.split("."):
         for name, child in list(model._modules.items()):
-            tensors = [] if child is None else [*child.parameters(), *child.buffers()]
-            if name != part and tensors and not any(_is_read(tensor, read) for tensor in tensors):
+            if name != part and child is not None and _is_unread(child, read):
                 del model._modules[name]
                 yield outer + name
         for name, parameter in list(model._parameters.items()):
@@ -76,6 +76,23 @@ def _remove_unread(model: nn.Module, path: str, read: Collection[int]) -> Iterat
         child = model._modules[part]
         assert child is not None
         model, outer = child, f"{outer}{part}."
+
+
+def _remove_unread_layers(body: Body, read: Collection[int]) -> Iterator[str]:
+    """Layers that only what is no text reaches, as those that attend to images do. -> the names."""
+    names = {module: name for name, module in body.module.named_modules()}
+    for layers in lists_of(body.module):
+        for index, layer in enumerate(layers):
+            if _is_unread(layer, read):
+                layers[index] = nn.Module()
+                body.num_unread_layers += 1
+                yield f"{body.path}.{names[layer]}"
+
+
+def _is_unread(module: nn.Module, read: Collection[int]) -> bool:
+    """Whether it holds tensors of which none was read."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return bool(tensors) and not any(_is_read(tensor, read) for tensor in tensors)
 
 
 def _is_read(tensor: torch.Tensor, read: Collection[int]) -> bool:

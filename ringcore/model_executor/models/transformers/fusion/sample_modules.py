@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-__all__ = ["NUM_IDS", "NotRecognised", "SampleLinear", "SampleNumbers", "fill", "replace_large"]
+__all__ = ["EMBEDDING_SIZE", "NUM_IDS", "NotRecognised", "SampleLinear", "SampleNumbers", "fill", "replace_large"]
 
 NUM_IDS = 64  # rows of an embedding
+EMBEDDING_SIZE = 4.0  # the root mean square of its numbers: of the magnitude of what layers add to them
 _RANK = 8
 _MAX_SMALL = 1 << 20  # numbers of a tensor that is filled as it is
 _TABLE, _STEP = 1 << 21, 104_729  # of `SampleNumbers`: a prime, so that places come again late
@@ -133,9 +134,9 @@ def fill(root: nn.Module, numbers: SampleNumbers) -> None:
             shape[0], root.padding_idx = NUM_IDS, None
         if torch.Size(shape).numel() > _MAX_SMALL:
             raise NotRecognised(f"{type(root).__name__} has a large tensor {name!r}")
-        # Embeddings of the magnitude of what layers add to them; factors that are far from equal and from 0.
+        # Factors that are far from equal and from 0.
         spread = numbers(*shape)
-        value = 4 * spread if isinstance(root, nn.Embedding) else 1 + spread / 4
+        value = EMBEDDING_SIZE * spread if isinstance(root, nn.Embedding) else 1 + spread / 4
         root._parameters[name] = nn.Parameter(value, requires_grad=False)
     for name, buffer in root._buffers.items():
         if buffer is not None and buffer.isnan().any():  # a checkpoint has it

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ringcore.model_executor.models.transformers.attention_calls import in_one_line
 from ringcore.model_executor.models.transformers.construction import make_buffers
 from ringcore.model_executor.models.transformers.fusion.sample_modules import (
+    EMBEDDING_SIZE,
     NotRecognised,
     SampleLinear,
     SampleNumbers,
@@ -33,6 +34,7 @@ __all__ = ["Call", "Heads", "NotRecognised", "SampleLinear", "SamplePass", "atte
 
 _SAMPLE = "ringcore_sample"  # the name of `_sample_attention` in transformers' interface
 _NUM_TOKENS = 6
+_MAX_INPUT = 2 * EMBEDDING_SIZE  # of the first layer
 _POSITION_STEP = 3  # between tokens, so that an angle of a position is not that of a token's index
 
 
@@ -175,8 +177,20 @@ def run_sample(
     far[0, -1] = max(num_positions - 1, int(far[0, -1]))  # some scale queries by their position, beyond thousands
     for tried in (far, positions):
         with suppress(IndexError):  # a table of positions, of which a sample has few rows
+            sample = _run(body, ids, tried, in_mask)
+            size = _input_size(sample, layers)
+            if size <= _MAX_INPUT:
+                return sample
+            body.get_input_embeddings().weight.mul_(EMBEDDING_SIZE / size)
             return _run(body, ids, tried, in_mask)
     raise NotRecognised("a sample pass fails: an index is out of range")
+
+
+def _input_size(sample: SamplePass, layers: Sequence[str]) -> float:
+    """The root mean square of what the first layer is given. Some models multiply their embeddings: what a layer adds
+    to numbers of hundreds has lost the digits by which formulas are told apart."""
+    given = (call.hidden for call in sample.calls if call.name in layers[:1])
+    return max((float(rows.float().square().mean().sqrt()) for rows in given), default=0.0)
 
 
 def _run(body: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, in_mask: bool) -> SamplePass:
