@@ -26,6 +26,9 @@ def pytest_configure(config):
     # A shell without job control starts what it puts in the background deaf to Ctrl-C, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # xdist hands the files that a dead worker had finished to the one that replaces it, which then waits for ever.
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"
     is_long = getattr(config.option, "chaos_long", False) or os.environ.get("RINGCORE_CHAOS_LONG") == "1"
     config.option.chaos_long = is_long
     # The same examples every time; what nobody has found is looked for in the long form.

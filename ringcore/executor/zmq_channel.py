@@ -12,13 +12,15 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-from ringcore.executor.ring_buffer import Buffer
+from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.side_channel import STUB, LargeReceiver, LargeSender, SideChannel
-from ringcore.executor.waiting import PeerDied
+from ringcore.executor.waiting import PeerDied, signal_event
 
 if TYPE_CHECKING:
     import zmq
@@ -100,11 +102,59 @@ def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     return made
 
 
-class _Sender:
-    def __init__(self, listeners: Sequence[int]) -> None:
+class _End:
+    """The ZeroMQ context of one end.
+
+    A socket that is closed while it is used is freed under its user: libzmq then aborts the process, mostly as it
+    terminates the context. So a `close` during a use, in another thread or in a signal handler, only wakes that use;
+    it raises `RingClosed`, and frees everything on its way out.
+    """
+
+    def __init__(self) -> None:
         import zmq
 
         self._context = zmq.Context()
+        self._lock = threading.RLock()  # a signal handler may close while this thread holds it
+        self._num_uses, self._is_closed = 0, False
+        self._closing_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable from `close` on
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Every use of a socket. Raises `RingClosed` after `close`."""
+        with self._lock:
+            if self._is_closed:
+                raise RingClosed
+            self._num_uses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_uses -= 1
+                self._free_unless_used()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                signal_event(self._closing_fd)
+                self._free_unless_used()
+
+    def _free_unless_used(self) -> None:
+        if self._is_closed and not self._num_uses and self._closing_fd >= 0:
+            closing_fd, self._closing_fd = self._closing_fd, -1  # first: a signal handler may come here again
+            self._free()
+            os.close(closing_fd)
+
+    def _free(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class _Sender(_End):
+    def __init__(self, listeners: Sequence[int]) -> None:
+        import zmq
+
+        super().__init__()
         self._num_transfers = 0
         self._sockets = [_socket(self._context, zmq.PUSH) for _ in listeners]
         self._poller = zmq.Poller()
@@ -115,60 +165,61 @@ class _Sender:
             self._poller.register(push, zmq.POLLOUT)
 
     def has_room(self) -> bool:
-        return len(self._poller.poll(0)) == len(self._sockets)
+        with self._use():
+            return len(self._poller.poll(0)) == len(self._sockets)
 
     def try_send(self, buffers: Sequence[Buffer], size: int) -> bytes | None:
         import zmq
 
-        if not self.has_room():
-            return None
-        self._num_transfers += 1
-        stub = STUB.pack(self._num_transfers, size)
-        body = zmq.Frame(b"".join(buffers), copy=False)  # one copy for all readers
-        try:
-            for push in self._sockets:
-                push.send_multipart([stub, body], zmq.NOBLOCK, copy=False)
-        except zmq.Again:  # a reader has ended since: the caller notices its death, and the others drop this transfer
-            return None
-        return stub
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+        with self._use():
+            if not self.has_room():
+                return None
+            self._num_transfers += 1
+            stub = STUB.pack(self._num_transfers, size)
+            body = zmq.Frame(b"".join(buffers), copy=False)  # one copy for all readers
+            try:
+                for push in self._sockets:
+                    push.send_multipart([stub, body], zmq.NOBLOCK, copy=False)
+            except zmq.Again:  # a reader has ended since: the caller notices its death, and the others drop this one
+                return None
+            return stub
 
 
-class _Receiver:
+class _Receiver(_End):
     def __init__(self, listener: int, deaths: Sequence[int]) -> None:
         import zmq
 
-        self._context = zmq.Context()
+        super().__init__()
         self._listener = os.dup(listener)  # keeps the abstract socket name bound: no other process can take it
         self._socket = _socket(self._context, zmq.PULL)
         self._socket.connect(_address(listener))
         self._deaths = frozenset(deaths)
         self._poller = zmq.Poller()
-        for source in (self._socket, *self._deaths):
+        for source in (self._socket, self._closing_fd, *self._deaths):
             self._poller.register(source, select.POLLIN)
 
     def receive(self, stub: bytes) -> Buffer:
         if len(stub) != STUB.size:
             raise RingCorruptError(f"a stub of {len(stub)} bytes is none")
         number, size = STUB.unpack(stub)
-        while True:
-            ready = dict(self._poller.poll(_LOST_MS))
-            if self._socket not in ready:
-                if dead := self._deaths & ready.keys():
-                    raise PeerDied(min(dead))
-                raise RingCorruptError(f"the body of message {number}, {size} bytes, did not come")
-            head, body = self._socket.recv_multipart(copy=False)
-            found, _ = STUB.unpack(head.bytes)
-            if found < number:
-                continue  # of an abandoned transfer
-            if head.bytes != stub or len(body.buffer) != size:
-                raise RingCorruptError(f"message {found}, {len(body.buffer)} bytes, came where {number} was announced")
-            return body.buffer.toreadonly()
+        with self._use():
+            while True:
+                ready = dict(self._poller.poll(_LOST_MS))
+                if self._is_closed:
+                    raise RingClosed
+                if self._socket not in ready:
+                    if dead := self._deaths & ready.keys():
+                        raise PeerDied(min(dead))
+                    raise RingCorruptError(f"the body of message {number}, {size} bytes, did not come")
+                head, body = self._socket.recv_multipart(copy=False)
+                found, _ = STUB.unpack(head.bytes)
+                if found < number:
+                    continue  # of an abandoned transfer
+                if head.bytes != stub or len(body.buffer) != size:
+                    came = f"message {found}, {len(body.buffer)} bytes, came where {number} was announced"
+                    raise RingCorruptError(came)
+                return body.buffer.toreadonly()
 
-    def close(self) -> None:
-        if self._listener >= 0:
-            self._context.destroy(linger=0)
-            os.close(self._listener)
-            self._listener = -1
+    def _free(self) -> None:
+        super()._free()
+        os.close(self._listener)

@@ -7,14 +7,12 @@ which it shall stop: there it tells the test by a socket, and waits until it is 
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import importlib
 import importlib.abc
 import importlib.util
 import json
 import os
-import signal
 import sys
 import threading
 import types
@@ -22,7 +20,6 @@ from dataclasses import asdict, dataclass
 
 VARIABLE = "RINGCORE_CHAOS"
 FRONT_END = "front end"
-STACKS_SIGNAL = signal.SIGUSR1  # a process that gets it prints where each of its threads is
 INTERPRETER = "the interpreter's start"  # a target: nothing is wrapped
 
 
@@ -70,7 +67,6 @@ def enter_process() -> None:
     plan, role = Plan.from_environment(), _role_of_child()
     if role is None:
         return
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     generation = _write_role(plan, role)
     if plan.wild_clock:
         make_clock_wild()

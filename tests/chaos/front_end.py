@@ -7,7 +7,6 @@ to, and when (on the monotonic clock, which all processes share).
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import random
@@ -23,6 +22,8 @@ import chaos_plan
 from chaos_engine import LARGE_BYTES, WAIT_S, TokenReader, check, check_serves, describe, make_config, make_request
 
 from ringcore.errors import RingcoreError, WorkerDiedError
+from ringcore.executor.ring_memory import unnamed_file
+from ringcore.executor.stack_thread import arm_stack_dumps
 from ringcore.front_end.client import EngineCoreClient
 
 PROMPT = [1, 2, 3]
@@ -168,7 +169,7 @@ def say(answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    faulthandler.register(chaos_plan.STACKS_SIGNAL, all_threads=True)
+    arm_stack_dumps(unnamed_file("stacks"))  # for `stacks_of`, as every process that it starts
     for line in sys.stdin:
         scenario = json.loads(line)
         say(check_engine(scenario) if scenario["kind"] == "check" else run(scenario))

@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos_plan import FRONT_END, STACKS_SIGNAL, VARIABLE, Plan, read_roles
+from chaos_plan import FRONT_END, VARIABLE, Plan, read_roles
 from kill_points import GROUP, Point
 from process_stat import is_alive, session_members
 from process_table import shared_memory_names, status_kb, wait_until
+
+from ringcore.executor.foreign_stacks import stacks_of
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent.parent
@@ -89,10 +91,10 @@ class FrontEnd:
         try:
             return self._kill(point, victim, seed)
         except BaseException as error:
-            self._ask_for_stacks()
+            stacks = self._stacks()
             self.close()
             log = (self._dir / "log").read_text(errors="replace")[-12000:]
-            raise ScenarioFailed(f"{point.phase}: {point.name}, {victim} killed: {error}\n{log}") from error
+            raise ScenarioFailed(f"{point.phase}: {point.name}, {victim} killed: {error}\n{log}\n{stacks}") from error
 
     def _kill(self, point: Point, victim: str, seed: int) -> Outcome:
         self._num_scenarios += 1
@@ -137,10 +139,9 @@ class FrontEnd:
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
 
-    def _ask_for_stacks(self) -> None:
-        for pid in session_members(self._process.pid):
-            os.kill(pid, STACKS_SIGNAL)
-        time.sleep(0.3)
+    def _stacks(self) -> str:
+        """Where each thread of each process is; of one whose interpreter starts, that there is no stack."""
+        return "\n".join(f"process {pid}:\n{stacks_of(pid)}" for pid in session_members(self._process.pid))
 
     def _read_answer(self) -> dict[str, Any]:
         if not select.select([self._process.stdout], [], [], BOUND_S)[0]:

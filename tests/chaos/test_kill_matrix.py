@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 import pytest
 from chaos_plan import FRONT_END
 from kill_points import GROUP, Point, all_points
-from scenarios import FrontEnd
+from scenarios import FrontEnd, ScenarioFailed
 
 LONG_KILLS = 1000
 NUM_AT_ONCE = 3
@@ -129,6 +129,20 @@ def test_the_short_form_has_every_point_and_in_every_phase_every_victim(seed):
     assert {(point.phase, victim) for point, victim, _ in kills} == pairs
     assert len(points) <= len(kills) < len(points) + 10
     assert all(victim in point.victims for point, victim, _ in kills)
+
+
+def test_a_scenario_that_fails_tells_where_each_process_is(model_folder, tmp_path, monkeypatch):
+    def fail(*args):
+        raise AssertionError("nobody is killed")
+
+    monkeypatch.setattr(FrontEnd, "_end_victim", fail)
+    (point,) = (point for point in all_points() if point.name == "worker 1 is made")
+    with pytest.raises(ScenarioFailed, match="worker 1 is made, engine killed: nobody is killed") as failed:
+        FrontEnd(model_folder, tmp_path / "front").kill(point, "engine")
+    text = str(failed.value)
+    assert text.count("\nprocess ") == text.count("thread 'MainThread'") == 4, text
+    assert text.count(", in _stop_here\n") == 1, text
+    assert text.count(", in wait_ready\n") == 1, text
 
 
 @pytest.fixture(scope="module")

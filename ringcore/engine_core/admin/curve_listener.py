@@ -98,7 +98,7 @@ class CurveListener(AdminListener):
         return None
 
     def close(self, linger_s: float = 0.0) -> None:
-        if not self._context.closed:
+        if not self._socket.closed:
             self._socket.close(linger=round(linger_s * 1e3))
             self._context.term()  # ends the ZAP handler's thread and waits for its socket
             self._zap_handler.join()

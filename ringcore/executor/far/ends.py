@@ -86,7 +86,9 @@ class HostListener:
 
     def interrupt(self) -> None:
         """Ends `wait_for` in another thread."""
-        signal_event(self.closing_fd)
+        with self._port.lock:  # after the close the descriptor's number may be another file's
+            if not self._port.is_closed:
+                signal_event(self.closing_fd)
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         identity = frames[0].bytes
@@ -132,16 +134,16 @@ class HostListener:
         self._links = {identity: one for identity, one in self._links.items() if one is not link}
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._context.closed:
-            return
-        for link in self._links.values():
-            link.close()
-        self._port.close(_LINGER_S)
+        """Idempotent, in any thread."""
+        with self._port.lock:
+            if not self._port.close(_LINGER_S):
+                return
+            for link in {*self._links.values(), *self._waiting.values()}:
+                link.close()
+            for fd in (self._joined_fd, self.closing_fd):
+                os.close(fd)
         self._context.term()
         self._zap_handler.join()
-        for fd in (self._joined_fd, self.closing_fd):
-            os.close(fd)
 
 
 class JoiningEnd:
@@ -187,8 +189,7 @@ class JoiningEnd:
         return partial(self.link.lose, reason or "the connection ended: the engine has ended, or does not answer")
 
     def close(self) -> None:
-        """Idempotent."""
-        if not self._context.closed:
-            self.link.close()
-            self._port.close(_LINGER_S)
+        """Idempotent, in any thread."""
+        self.link.close()
+        if self._port.close(_LINGER_S):
             self._context.term()

@@ -7,7 +7,6 @@ ended.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +48,7 @@ class Port:
     ) -> None:
         self._take, self._on_event = take, on_event
         self.lock = threading.RLock()  # `take` may send
-        self._is_pumping = self._is_closed = False
+        self._is_pumping = self.is_closed = False
         self._ends: list[Callable[[], None]] = []
         self.socket: zmq.Socket[bytes] = context.socket(kind)
         set_option = self.socket.setsockopt
@@ -67,42 +66,51 @@ class Port:
         """One message. Frames above 16 KiB are sent without a copy, and must not change afterwards. Dropped if the peer
         is gone."""
         with self.lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
             *heads, last = frames
-            with contextlib.suppress(zmq.Again):
+            try:
                 for head in heads:
                     self.socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
                 self.socket.send(last, zmq.NOBLOCK, copy=len(last) < _COPIED_BYTES)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EAGAIN and not self.is_closed:
+                    raise
             self.pump()  # sending may have taken the signal of a message that arrived
 
     def pump(self) -> None:
         """Takes everything that has arrived. Returns at once within `take`."""
         with self.lock:
-            if self._is_pumping or self._is_closed:
+            if self._is_pumping or self.is_closed:
                 return
             self._is_pumping = True
             try:
                 self.take_events()
-                while not self._is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                while not self.is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     self._take(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
                 while self._ends:
                     self._ends.pop()()
+            except zmq.ZMQError:
+                if not self.is_closed:  # by a signal handler, above this very use of the socket
+                    raise
             finally:
                 self._is_pumping = False
 
     def take_events(self) -> None:
-        while not self._is_closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while not self.is_closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             end = self._on_event(event["event"], event["value"])
             if end is not None:
                 self._ends.append(end)
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """What was sent is delivered within `linger_s` of the context's end, or lost. Idempotent."""
+    def close(self, linger_s: float = 0.0) -> bool:
+        """What was sent is delivered within `linger_s` of the context's end, or lost. False if it was closed before:
+        only who gets True terminates the context, since libzmq aborts the process where two do."""
         with self.lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self.socket.disable_monitor()
-                self._monitor.close(linger=0)
-                self.socket.close(linger=round(linger_s * 1e3))
+            if self.is_closed:
+                return False
+            self.is_closed = True
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self.socket.close(linger=round(linger_s * 1e3))
+            return True
