@@ -21,7 +21,7 @@ SHORT, LONG = 4, 200  # engines
 WARM_UP = 2
 GROWTH_KB = 3 << 10
 GONE_S = 20.0
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 def resident_kb() -> int:
