@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +19,7 @@ class CacheUser:
     """What the cache knows of a request."""
 
     def __init__(self, prompt: np.ndarray) -> None:
-        self.tokens = array("i", prompt.tobytes())
+        self.tokens = prompt
         self.extra_keys: ExtraKeys = NO_EXTRA_KEYS
         self.block_hashes: list[bytes] = []
 
@@ -59,7 +58,7 @@ class RingcorePrefixCache(PrefixChild):
         if not self._manager.reserve(ROW, request, num_tokens, num_tokens, self._manager.no_prefix()):
             raise RuntimeError(f"no blocks for {num_tokens} tokens")
         self._manager.allocate_reserved()
-        token_ids = np.frombuffer(request.tokens, np.int32).reshape(1, num_tokens)
+        token_ids = request.tokens.reshape(1, num_tokens)
         self._manager.publish(self._rows, token_ids, np.array([num_tokens]))
 
     def free(self, request: Any) -> None:

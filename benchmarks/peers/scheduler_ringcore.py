@@ -49,7 +49,7 @@ class RingcoreScheduler(SchedulerChild):
 
     def arrive(self, request_id: str, prompt: list[int], max_tokens: int) -> Any:
         greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        return EngineCoreRequest(request_id, prompt, greedy, arrival_s=0.0)
+        return EngineCoreRequest(request_id, np.array(prompt, np.int32).tobytes(), greedy, arrival_s=0.0)
 
     def add(self, request: Any) -> None:
         self._scheduler.add_request(request)

@@ -133,7 +133,7 @@ class EngineCore(RpcSubmitter, MemoryMethods):
         self._supervisor.check_alive()
         self._memory.check_takes_requests()
         if self.tracing.tracer.is_on:
-            self.tracing.note_arrival(request.request_id, request.arrival_s, len(request.prompt_token_ids))
+            self.tracing.note_arrival(request.request_id, request.arrival_s, request.num_prompt_tokens)
         self._grammars.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:

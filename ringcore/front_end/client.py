@@ -329,7 +329,7 @@ def _batches(requests: Sequence[EngineCoreRequest]) -> Iterator[list[EngineCoreR
     num_tokens = 0
     for request in requests:
         batch.append(request)
-        num_tokens += len(request.prompt_token_ids) + len(request.sampling_params.allowed_token_ids or ())
+        num_tokens += request.num_prompt_tokens + len(request.sampling_params.allowed_token_ids or ())
         if num_tokens >= _TOKENS_PER_MESSAGE or len(batch) >= _REQUESTS_PER_MESSAGE:
             yield batch
             batch, num_tokens = [], 0

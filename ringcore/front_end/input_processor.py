@@ -58,6 +58,7 @@ class PreparedRequest:
     requests: list[EngineCoreRequest]  # one per completion, by its index
     request_id: str  # the caller's; the engine's ids are unique for the life of the engine
     prompt: str | None
+    prompt_token_ids: list[int]
     is_chat: bool = False
 
 
@@ -224,7 +225,7 @@ class InputProcessor:
         if head.max_prompt_tokens is not None and len(token_ids) > head.max_prompt_tokens:
             text, token_ids = None, token_ids[-head.max_prompt_tokens :]
         params = head.params
-        self._vocabulary.tokens("prompt_token_ids", token_ids)
+        tokens = self._vocabulary.tokens("prompt_token_ids", token_ids)
         self._check_length(len(token_ids))
         self._vocabulary.tokens("stop_token_ids", params.stop_token_ids or [])
         self._vocabulary.check(params, bad_words, len(token_ids))
@@ -232,7 +233,7 @@ class InputProcessor:
         request_id = head.request_id or f"request-{head.number}"
         first = EngineCoreRequest(
             request_id=f"{request_id}#{head.number}",
-            prompt_token_ids=token_ids,
+            prompt_token_ids=tokens.tobytes(),
             sampling_params=params,
             arrival_s=head.arrival_s,
             priority=head.priority,
@@ -240,7 +241,7 @@ class InputProcessor:
             bad_words_token_ids=bad_words,
         )
         requests = [first] if params.n == 1 else _one_per_completion(first)
-        return PreparedRequest(requests, request_id, text, is_chat)
+        return PreparedRequest(requests, request_id, text, token_ids, is_chat)
 
     def _checked_token_ids(self, token_ids: object, max_num_tokens: int | None) -> list[int]:
         if isinstance(token_ids, list | tuple):

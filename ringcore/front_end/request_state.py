@@ -53,18 +53,20 @@ class RequestState:
         observers: Sequence[FirstTokenObserver] = (),
     ) -> None:
         self.request_id = prepared.request_id
-        self.completions = [Completion(self, i, one, tokenizer) for i, one in enumerate(prepared.requests)]
+        self.completions = [
+            Completion(self, i, one, prepared.prompt_token_ids, tokenizer) for i, one in enumerate(prepared.requests)
+        ]
         self.is_over = False
         self.is_chat = prepared.is_chat
         self.submitted_s = time.monotonic()
         self.trace_context: object = None
         self._kind, self._observers = kind, observers
-        self._prompt = prepared.prompt
+        self._prompt, self._prompt_token_ids = prepared.prompt, prepared.prompt_token_ids
         self._request = prepared.requests[0]
         self.error: RingcoreError | None = None
         self._token_text = tokenizer.token_text
         self._prompt_positions: PromptPositions | None = None
-        if self._request.sampling_params.prompt_logprobs is not None and not self._request.prompt_token_ids[1:]:
+        if self._request.sampling_params.prompt_logprobs is not None and self.num_prompt_tokens == 1:
             self._prompt_positions = [None]  # the engine sends none for a prompt of one token
         self._pooled: np.ndarray | None = None
         self._first_token_s: float | None = None
@@ -97,7 +99,7 @@ class RequestState:
             if num_new and self._first_token_s is None:
                 self._first_token_s, self._metrics = now, None
                 for observer in self._observers:
-                    observer.first_token(len(self._request.prompt_token_ids), self._request.arrival_s, now)
+                    observer.first_token(self.num_prompt_tokens, self._request.arrival_s, now)
             if output.error is not None:
                 self._end(error_of(output.error), now)
             elif completion.finish_reason is not None and not self.unfinished_ids:
@@ -150,7 +152,7 @@ class RequestState:
             return RequestOutput(  # by position: one of the hottest calls of a service
                 self.request_id,
                 self._prompt,
-                self._request.prompt_token_ids,
+                self._prompt_token_ids,
                 [] if failed_at_once else outputs,
                 self.completions[0].num_cached_tokens,
                 self._metrics,
@@ -180,7 +182,7 @@ class RequestState:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self._request.prompt_token_ids)
+        return len(self._prompt_token_ids)
 
     def metrics(self) -> RequestMetrics:
         scheduled = [one.first_scheduled_s for one in self.completions if one.first_scheduled_s is not None]
@@ -196,7 +198,14 @@ class RequestState:
 class Completion:
     """One completion of a request; to the engine it is a request of its own."""
 
-    def __init__(self, request: RequestState, index: int, sent: EngineCoreRequest, tokenizer: TextSource) -> None:
+    def __init__(
+        self,
+        request: RequestState,
+        index: int,
+        sent: EngineCoreRequest,
+        prompt_token_ids: list[int],
+        tokenizer: TextSource,
+    ) -> None:
         params = sent.sampling_params
         self.request = request
         self.engine_id = sent.request_id
@@ -206,8 +215,7 @@ class Completion:
         self.num_preemptions = 0
         self._index = index
         self._token_text = tokenizer.token_text
-        prompt, skip_special = sent.prompt_token_ids, params.skip_special_tokens
-        text = tokenizer.stream(skip_special, prompt) if params.detokenize else NoText()
+        text = tokenizer.stream(params.skip_special_tokens, prompt_token_ids) if params.detokenize else NoText()
         self._detokenizer = Detokenizer(text, params)
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []

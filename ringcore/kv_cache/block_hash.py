@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from array import array
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ class ExtraKeys(NamedTuple):
 NO_EXTRA_KEYS = ExtraKeys()
 
 
-def token_bytes(tokens: array[int] | np.ndarray, begin: int, end: int) -> bytes:
+def token_bytes(tokens: np.ndarray, begin: int, end: int) -> bytes:
     """The tokens from `begin` to `end` as int32 in little-endian bytes, 4 a token. `tokens` are int32."""
     part = tokens[begin:end].tobytes()
     return part if sys.byteorder == "little" else np.frombuffer(part, ">i4").astype("<i4").tobytes()
@@ -63,7 +62,7 @@ class BlockHasher:
     def extend(
         self,
         hashes: list[bytes],
-        tokens: array[int] | np.ndarray,
+        tokens: np.ndarray,
         num_blocks: int,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:

@@ -173,15 +173,15 @@ class GroupManager(ABC):
         ids = self._tables[at_rows, at_blocks].astype(np.int64)
         is_held = ids != 0  # the others were released by the sliding window before they were published
         if not is_held.all():
-            at_rows, at_blocks = at_rows[is_held], at_blocks[is_held]
+            at_rows, at_blocks, ids = at_rows[is_held], at_blocks[is_held], ids[is_held]
         # Also written for a duplicate block, where no lookup reads them.
-        self._token_ids[ids[is_held]] = self._blocks_of(token_ids)[at_rows, at_blocks]
+        self._token_ids[ids] = self._blocks_of(token_ids)[at_rows, at_blocks]
         spans = zip(rows.tolist(), first.tolist(), end.tolist(), users, strict=True)
         if self.unhashed is not None:
             self._publish_unhashed(self.unhashed, token_ids, ids, spans)
         else:
             names = chain.from_iterable(self._block_hashes(user.block_hashes, a, b) for _, a, b, user in spans)
-            self._pool.cache(self.index, ids[is_held], [*compress(names, is_held)])
+            self._pool.cache(self.index, ids, [*compress(names, is_held)])
         self.num_published[rows] = end
 
     def _publish_unhashed(

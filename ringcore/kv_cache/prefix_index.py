@@ -66,7 +66,7 @@ class PrefixIndex:
             return self.no_prefix(self._awaited.has(hashes[step - 1 : step]))
         before_lookup()
         self._hash(request, limit // self._hasher.block_size)
-        found = find_longest_prefix(self._groups, hashes, np.asarray(request.tokens), limit, self.span, self._pool)
+        found = find_longest_prefix(self._groups, hashes, request.tokens, limit, self.span, self._pool)
         num_cached = len(found[0]) * self._groups[0].block_size
         end = (num_cached // self.span + 1) * step  # of the next span
         is_awaited = num_cached < limit and self._awaited.has(hashes[step - 1 : end : step])

@@ -37,12 +37,16 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """A request to EngineCore: token ids only. `arrival_s` is on the host's monotonic clock."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] | bytes  # bytes: int32 each, as the front end sends them
     sampling_params: SamplingParams
     arrival_s: float
     priority: int = 0
     cache_salt: str | None = None
     bad_words_token_ids: list[list[int]] = []  # the words of `sampling_params.bad_words`, by the model's tokenizer
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids) // (4 if isinstance(self.prompt_token_ids, bytes) else 1)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

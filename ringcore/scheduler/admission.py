@@ -52,7 +52,7 @@ class Admission:
         self._check_length(len(tokens))
         stop_token_ids = []
         if params.stop_token_ids:
-            stop_token_ids = list(self._vocabulary.tokens("stop_token_ids", params.stop_token_ids))
+            stop_token_ids = self._vocabulary.tokens("stop_token_ids", params.stop_token_ids).tolist()
         self._vocabulary.check(params, request.bad_words_token_ids, len(tokens))
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
         max_total_tokens = self._max_total_tokens

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from ringcore.kv_cache.manager import CachedPrefix
 from ringcore.protocol.stored_kv import StoredKVStats
 from ringcore.scheduler.request import Request
@@ -46,7 +44,7 @@ class LoadingRequests:
         """
         if request.has_loaded or request.needs_whole_prompt:
             return False
-        kv_cache, tokens = self._running.kv_cache, np.asarray(request.tokens)
+        kv_cache, tokens = self._running.kv_cache, request.tokens
         num_blocks = kv_cache.blocks_needed(request.num_tokens_to_hold)
         assert kv_cache.stored is not None, "there is no store"
         load = kv_cache.stored.begin(request.block_hashes, tokens, num_blocks, prefix, self._clock())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from array import array
 from collections.abc import Sequence
+
+import numpy as np
 
 from ringcore.kv_cache.block_hash import ExtraKeys
 from ringcore.params.outputs import FinishReason
@@ -65,7 +66,7 @@ class Request:
     def __init__(
         self,
         request: EngineCoreRequest,
-        tokens: array[int],
+        tokens: np.ndarray,
         *,
         sequence: int,
         max_total_tokens: int,
@@ -88,7 +89,7 @@ class Request:
         self.max_gain = max_gain  # the most tokens that it may gain in one step
 
         self.status = RequestStatus.WAITING
-        self.tokens = tokens  # array('i'): the prompt, then the tokens generated before its last preemption
+        self.tokens = tokens  # [n] int32: the prompt, then the tokens generated before its last preemption
         self.num_tokens_to_hold = len(tokens)  # it is admitted when slots for so many are free
         self.num_times_passed = 0  # skip-ahead: later requests that started while it lacked blocks
 
@@ -112,7 +113,7 @@ class Request:
         self.row, self.run = row, run
         self.has_loaded = False
 
-    def preempt(self, tokens: array[int], *, num_total_tokens: int, num_computed_tokens: int, now_s: float) -> None:
+    def preempt(self, tokens: np.ndarray, *, num_total_tokens: int, num_computed_tokens: int, now_s: float) -> None:
         """Preemption by recompute: `tokens`, all that are known, are computed again as if they were the prompt.
         num_total_tokens also counts the tokens that steps in flight would have sampled.
 

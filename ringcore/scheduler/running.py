@@ -69,7 +69,7 @@ class RunningRequests:
     def _message(self, row: int, request: Request, prefix: CachedPrefix) -> NewRequest:
         return NewRequest(
             row,
-            np.frombuffer(request.tokens, np.int32),
+            request.tokens,
             request.num_prompt_tokens,
             prefix.num_computed_tokens,
             prefix.num_cached_tokens,

@@ -14,7 +14,6 @@ Matrices by row, like the token ids, do not move.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -195,11 +194,9 @@ class RunningTable:
         """[n] int64: the position of each (row, run) pair; -1 if that run has ended."""
         return np.where(self._runs[rows] == runs, self._positions[rows], -1)
 
-    def tokens_of(self, position: int) -> array[int]:
-        """A copy of its known tokens."""
-        tokens = array("i")
-        tokens.frombytes(self.token_ids[self.row[position], : self.known[position]].tobytes())
-        return tokens
+    def tokens_of(self, position: int) -> np.ndarray:
+        """A copy of its known tokens: [known] int32."""
+        return self.token_ids[self.row[position], : self.known[position]].copy()
 
     def room(self) -> int:
         """The least number of tokens that a request may still sample after those in flight. The table is not empty."""

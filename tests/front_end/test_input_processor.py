@@ -51,7 +51,9 @@ PARAMS = SamplingParams()
 def test_text_is_encoded(inputs):
     prepared = inputs.process("Hi", PARAMS)
     assert prepared.prompt == "Hi"
-    assert prepared.requests[0].prompt_token_ids == [72, 105]
+    assert prepared.prompt_token_ids == [72, 105]
+    assert prepared.requests[0].prompt_token_ids == np.array([72, 105], np.int32).tobytes()
+    assert prepared.requests[0].num_prompt_tokens == 2
     assert prepared.requests[0].sampling_params is PARAMS
 
 
@@ -59,8 +61,8 @@ def test_text_is_encoded(inputs):
 def test_token_ids_are_taken_as_they_are(inputs, prompt):
     prepared = inputs.process(prompt, PARAMS)
     assert prepared.prompt is None
-    assert prepared.requests[0].prompt_token_ids == [1, 2]
-    assert all(type(t) is int for t in prepared.requests[0].prompt_token_ids)
+    assert prepared.prompt_token_ids == [1, 2]
+    assert all(type(t) is int for t in prepared.prompt_token_ids)
 
 
 def test_names_and_salts(inputs):
@@ -99,22 +101,22 @@ def test_a_request_of_each_completion(inputs, seed, seeds):
     )
     assert [one.sampling_params for one in prepared.requests] == [SamplingParams(seed=s, top_k=4) for s in seeds]
     assert len({one.request_id for one in prepared.requests}) == 3
-    assert {(tuple(one.prompt_token_ids), one.priority, one.arrival_s) for one in prepared.requests} == {
-        ((72, 105), 2, prepared.requests[0].arrival_s)
+    assert {(one.prompt_token_ids, one.priority, one.arrival_s) for one in prepared.requests} == {
+        (np.array([72, 105], np.int32).tobytes(), 2, prepared.requests[0].arrival_s)
     }
 
 
 def test_conversations(inputs):
     messages = [{"role": "user", "content": "hi"}]
     prepared = inputs.process_chat(messages, PARAMS, request_id="talk")
-    assert (bytes(prepared.requests[0].prompt_token_ids), prepared.request_id) == (b"user:hi;A:", "talk")
+    assert (bytes(prepared.prompt_token_ids), prepared.request_id) == (b"user:hi;A:", "talk")
     bare = inputs.process_chat(messages, PARAMS, add_generation_prompt=False)
-    assert bytes(bare.requests[0].prompt_token_ids) == b"user:hi;"
+    assert bytes(bare.prompt_token_ids) == b"user:hi;"
 
 
 @pytest.mark.parametrize("num_tokens", [1, MAX_MODEL_LEN - 1])
 def test_lengths_that_fit(inputs, num_tokens):
-    assert len(inputs.process([5] * num_tokens, PARAMS).requests[0].prompt_token_ids) == num_tokens
+    assert inputs.process([5] * num_tokens, PARAMS).requests[0].num_prompt_tokens == num_tokens
 
 
 def test_a_context_length_that_the_engine_fitted(folder):

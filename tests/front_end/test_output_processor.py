@@ -28,10 +28,9 @@ def processor(tokenizer):
 
 def add(processor, request_id="a#0", prompt="Hi", kind="final", num_completions=1, **params):
     names = [request_id] if num_completions == 1 else [f"{request_id}.{i}" for i in range(num_completions)]
-    requests = [
-        EngineCoreRequest(name, list(prompt.encode()), SamplingParams(**params), arrival_s=1.0) for name in names
-    ]
-    return processor.add(PreparedRequest(requests, request_id.split("#")[0], prompt), kind)
+    token_ids = list(prompt.encode())
+    requests = [EngineCoreRequest(name, token_ids, SamplingParams(**params), arrival_s=1.0) for name in names]
+    return processor.add(PreparedRequest(requests, request_id.split("#")[0], prompt, token_ids), kind)
 
 
 def finished(processed):

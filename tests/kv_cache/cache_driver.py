@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 
 from ringcore.kv_cache.block_hash import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
@@ -50,7 +48,7 @@ class User:
     """A request, as far as the cache sees one."""
 
     def __init__(self, tokens, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> None:
-        self.tokens = array("i", tokens)
+        self.tokens = np.array(tokens, np.int32)
         self.extra_keys = extra_keys
         self.block_hashes: list[bytes] = []
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 
 import numpy as np
 import pytest
 
 from ringcore.kv_cache.block_hash import NO_EXTRA_KEYS, BlockHasher, ExtraKeys, token_bytes
 
-TOKENS = array("i", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+TOKENS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.int32)
 
 
 def hashes(tokens, num_blocks, extra_keys=NO_EXTRA_KEYS, hasher=None) -> list[bytes]:
     result: list[bytes] = []
-    (hasher or BlockHasher(4, seed=1)).extend(result, array("i", tokens), num_blocks, extra_keys)
+    (hasher or BlockHasher(4, seed=1)).extend(result, np.array(tokens, np.int32), num_blocks, extra_keys)
     return result
 
 
@@ -24,7 +23,7 @@ def blake2b(data: bytes) -> bytes:
 
 
 def test_raw_little_endian_bytes():
-    assert token_bytes(array("i", [7, 1, 258, 9]), 1, 3) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
+    assert token_bytes(np.array([7, 1, 258, 9], np.int32), 1, 3) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
     assert token_bytes(np.array([7, 1, 258, 9], np.int32), 1, 3) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
 
 
@@ -73,7 +72,7 @@ def test_a_salt_cannot_stand_for_tokens():
     """The root of this salt would be the digest of a first block that holds the same bytes."""
     hasher = BlockHasher(4, seed=1)
     data = b"salt" + (4).to_bytes(8, "little") + b"abcd"
-    block = array("i", data)
+    block = np.frombuffer(data, np.int32)
     assert len(block) == 4
     assert hashes([*block, *TOKENS], 2, hasher=hasher)[1] != hashes(TOKENS, 1, ExtraKeys("abcd"), hasher)[0]
 
@@ -87,14 +86,14 @@ def test_an_image_is_in_each_block_that_shows_it_and_by_the_chain_in_those_after
     one, two, _ = cat[1:]
     offsets = [offset.to_bytes(8, "little", signed=True) for offset in (1, -3)]
     sized = (3).to_bytes(8, "little") + b"cat"
-    tokens = array("i", range(16))
+    tokens = np.arange(16, dtype=np.int32)
     assert one == blake2b(root + token_bytes(tokens, 4, 8) + offsets[0] + sized)
     assert two == blake2b(one + token_bytes(tokens, 8, 12) + offsets[1] + sized)
 
 
 def test_images_hashed_piece_by_piece():
     keys = ExtraKeys("salt", "adapter", ((1, 2, b"a"), (3, 9, b"b"), (13, 1, b"c")))
-    hasher, growing, tokens = BlockHasher(4, seed=1), [], array("i", range(16))
+    hasher, growing, tokens = BlockHasher(4, seed=1), [], np.arange(16, dtype=np.int32)
     for num_blocks in range(5):
         hasher.extend(growing, tokens, num_blocks, keys)
     assert growing == hashes(range(16), 4, keys)

@@ -179,7 +179,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.free_rows(np.array([at]))
         row = self.rows.pop(at)
         if row.num_known < MAX_PROMPT:
-            row.user.tokens.extend(row.tokens[row.num_prompt_tokens : row.num_known])
+            known = row.tokens[row.num_prompt_tokens : row.num_known]
+            row.user.tokens = np.append(row.user.tokens, np.array(known, np.int32))
             self.waiting.append(row.user)
 
     # What happens.

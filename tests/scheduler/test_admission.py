@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-
+import numpy as np
 import pytest
 from scheduler_driver import Driver
 
@@ -11,6 +10,11 @@ from ringcore.errors import InvalidRequestError
 
 A = list(range(1, 9))  # two blocks of 4
 B = list(range(11, 19))
+
+
+def sent(prompt: list[int]) -> bytes:
+    """As the front end sends it."""
+    return np.array(prompt, np.int32).tobytes()
 
 
 class TestRefusal:
@@ -22,6 +26,10 @@ class TestRefusal:
             ([1, -1], {}, "-1 at position 1"),
             ([2**40], {}, "1099511627776 at position 0"),
             ([1, "x"], {}, "'x' at position 1"),
+            (b"", {}, "prompt is empty"),
+            (sent([1, 2, 50]), {}, "50 at position 2 is not in the vocabulary; give integers from 0 to 49"),
+            (sent([1, -1]), {}, "-1 at position 1"),
+            (sent([1, 2])[:-1], {}, "give a list of token ids"),
             ([1] * 30, {}, "30 tokens and max_model_len is 30; shorten it to 29"),
             ([1] * 21, {}, "needs 6 blocks of the KV cache, which has 5; shorten it to 20"),
             ([1], {"stop_token_ids": [3, 50]}, "stop_token_ids: token id 50 at position 1"),
@@ -76,8 +84,10 @@ class TestSeeds:
         assert [new.seed for new in resumed] == [seed]
 
 
-def test_a_thousand_tokens_arrive_as_sent():
+@pytest.mark.parametrize("form", [list, sent])
+def test_a_thousand_tokens_arrive_as_sent(form):
     engine = Driver(num_blocks=300, budget=2000)
     prompt = [n % 50 for n in range(1, 998)]
-    engine.add("a", prompt, max_tokens=1)
-    assert engine.schedule().new_requests[0].token_ids.tobytes() == array("i", prompt).tobytes()
+    engine.add("a", form(prompt), max_tokens=1)
+    (new,) = engine.schedule().new_requests
+    assert (new.token_ids.tobytes(), new.num_prompt_tokens) == (sent(prompt), 997)

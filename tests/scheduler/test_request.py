@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-
+import numpy as np
 import pytest
 
 from ringcore.params.sampling_params import SamplingParams
@@ -13,7 +12,7 @@ from ringcore.scheduler.request import Request, RequestStatus
 
 def request(num_prompt_tokens: int = 8, max_total_tokens: int = 12, **params) -> Request:
     wire = EngineCoreRequest("a", list(range(num_prompt_tokens)), SamplingParams(**params), arrival_s=0.5)
-    tokens = array("i", range(num_prompt_tokens))
+    tokens = np.arange(num_prompt_tokens, dtype=np.int32)
     return Request(
         wire,
         tokens,
@@ -29,7 +28,7 @@ class TestPreemption:
     def preempted(self, num_total_tokens: int, max_total_tokens: int = 12) -> Request:
         one = request(max_total_tokens=max_total_tokens)
         one.start(row=3, run=7, num_cached_tokens=4, now_s=1.5)
-        tokens = array("i", [*range(8), 60])
+        tokens = np.array([*range(8), 60], np.int32)
         one.preempt(tokens, num_total_tokens=num_total_tokens, num_computed_tokens=10, now_s=2.5)
         return one
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from array import array
 
+import numpy as np
 import pytest
 
 from ringcore.params.sampling_params import SamplingParams
@@ -15,7 +15,7 @@ from ringcore.scheduler.request_queue import RequestQueue
 
 def request(sequence: int, priority: int = 0, arrival_s: float = 0.0) -> Request:
     wire = EngineCoreRequest(f"r{sequence}", [1], SamplingParams(), arrival_s=arrival_s, priority=priority)
-    return Request(wire, array("i", [1]), sequence=sequence, max_total_tokens=5, stop_token_ids=[], seed=0)
+    return Request(wire, np.array([1], np.int32), sequence=sequence, max_total_tokens=5, stop_token_ids=[], seed=0)
 
 
 def order(queue: RequestQueue) -> list[int]:

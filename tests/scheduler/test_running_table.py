@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,12 @@ from ringcore.scheduler.running_table import RunningTable
 def start(table: RunningTable, row: int, tokens: list[int], max_total_tokens: int = 12) -> Request:
     wire = EngineCoreRequest(f"r{row}", tokens, SamplingParams(), arrival_s=0.0, priority=5)
     request = Request(
-        wire, array("i", tokens), sequence=100 + row, max_total_tokens=max_total_tokens, stop_token_ids=[], seed=0
+        wire,
+        np.array(tokens, np.int32),
+        sequence=100 + row,
+        max_total_tokens=max_total_tokens,
+        stop_token_ids=[],
+        seed=0,
     )
     run = table.add([request], [row], computed=[0], capacity=np.array([16]))
     request.start(row, run, num_cached_tokens=0, now_s=0.0)

@@ -39,7 +39,7 @@ class Placement:
     def _send(self, prepared: PreparedRequest) -> RequestStream | None:
         request = prepared.requests[0]
         is_choice = len(self._replicas) > 1
-        names = prefix_names(request.prompt_token_ids, request.cache_salt) if is_choice else []
+        names = prefix_names(prepared.prompt_token_ids, request.cache_salt) if is_choice else []
         with self._lock:
             if any(replica.has(prepared.request_id) for replica in self._replicas):
                 raise id_in_use(prepared.request_id)
