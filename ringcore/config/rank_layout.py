@@ -51,6 +51,11 @@ class RankLayout:
     def ranks_per_stage(self) -> int:
         return len(self.hosts) // self.num_stages
 
+    @property
+    def has_far_ranks(self) -> bool:
+        """Whether some are on other hosts than the engine process."""
+        return set(self.hosts) != {LOCALHOST}
+
     def stage_of(self, rank: int) -> int:
         return rank // self.ranks_per_stage
 
@@ -75,7 +80,7 @@ class RankLayout:
 
     def check_one_host(self, executor: str) -> None:
         """For an executor that starts workers on its own host alone. Raises `ConfigError`."""
-        if set(self.hosts) != {LOCALHOST}:
+        if self.has_far_ranks:
             raise ConfigError(
                 f"executor={executor!r}: it starts workers on its own host alone, and the ranks are on "
                 f"{', '.join(sorted(set(self.hosts)))}; give an executor that reaches them",

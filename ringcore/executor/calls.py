@@ -12,12 +12,22 @@ from ringcore.executor.futures import InFlight, Values, decoded
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.wire import CREATED, STEP_METHOD
 
-__all__ = ["DEATH_GRACE_S", "ERROR_GRACE_S", "Call", "CallTable", "Driver", "StepCall", "joined_error"]
+__all__ = [
+    "DEATH_GRACE_S",
+    "ERROR_GRACE_S",
+    "FAR_DEATH_GRACE_S",
+    "Call",
+    "CallTable",
+    "Driver",
+    "StepCall",
+    "joined_error",
+]
 
 ERROR_GRACE_S = 0.2  # after a rank's error, for the other ranks' replies: they may hang in a collective
 # After an error in a call that does not wait for the other ranks' replies: long enough for the kernel to report a dead
 # rank, whose death is then the cause, and not the error that another rank had because of it.
 DEATH_GRACE_S = 0.05
+FAR_DEATH_GRACE_S = 1.0  # likewise, where the agent of another host tells of a rank's death
 
 
 class Driver(Protocol):
@@ -113,12 +123,22 @@ class CallTable:
 
     When a rank fails, the call waits for the other ranks' replies, `ERROR_GRACE_S` at most and not past the deadline;
     the call's error is that of the lowest failed rank, with all of them in its details, as "failures". A call with one
-    replying rank settles with any rank's error at once, or after `DEATH_GRACE_S` if there are other ranks.
+    replying rank settles with any rank's error at once, or after `DEATH_GRACE_S` if there are other ranks. With ranks
+    on other hosts both wait `FAR_DEATH_GRACE_S`.
     """
 
-    def __init__(self, num_ranks: int, output_rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        output_rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        has_far_ranks: bool = False,
+    ) -> None:
         self._num_ranks, self._output_rank = num_ranks, output_rank
         self._clock = clock
+        self._unique_grace_s = FAR_DEATH_GRACE_S if has_far_ranks else DEATH_GRACE_S
+        self._grace_s = FAR_DEATH_GRACE_S if has_far_ranks else ERROR_GRACE_S
         self._open: dict[int, Call] = {}
         self._next_id = CREATED + 1
         self._step_error: tuple[int, RingcoreError] | None = None
@@ -194,7 +214,7 @@ class CallTable:
         if self._num_ranks == 1 or not (call.is_unique or call.missing):
             self._settle(call)
             return
-        end = self._clock() + (DEATH_GRACE_S if call.is_unique else ERROR_GRACE_S)
+        end = self._clock() + (self._unique_grace_s if call.is_unique else self._grace_s)
         call.due = end if call.due is None else min(end, call.due)
 
     def method_of(self, call_id: int) -> str:

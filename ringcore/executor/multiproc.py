@@ -73,8 +73,9 @@ class MultiprocExecutor(Executor):
         super().__init__(config)
         self._factory = worker_factory
         self._owner = OwnerProcess("the engine")
-        self._num_ranks = config.parallel.layout.world_size
-        self._table = CallTable(self._num_ranks, config.parallel.layout.output_rank)
+        layout = config.parallel.layout
+        self._num_ranks = layout.world_size
+        self._table = CallTable(self._num_ranks, layout.output_rank, has_far_ranks=layout.has_far_ranks)
         self._lock, self._is_shut = threading.RLock(), False
         self._hosts: HostStarter | None = None
         self._group: WorkerGroup | None = None
@@ -83,7 +84,7 @@ class MultiprocExecutor(Executor):
         self._step_encoder, self._step_decoder = encoder(), decoder(ModelRunnerOutput)
 
     def begin(self) -> None:
-        if set(self.config.parallel.layout.hosts) == {LOCALHOST}:  # others may take long to join
+        if not self.config.parallel.layout.has_far_ranks:  # they may take long to join
             with self._first_start():
                 self._begun = self._begin()
 

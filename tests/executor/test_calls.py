@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringcore.errors import CapacityError, EngineDeadError, RpcTimeoutError, WorkerError
-from ringcore.executor.calls import DEATH_GRACE_S, ERROR_GRACE_S, CallTable
+from ringcore.executor.calls import DEATH_GRACE_S, ERROR_GRACE_S, FAR_DEATH_GRACE_S, CallTable
 from ringcore.executor.value_codec import decode_value, encode_value
 
 
@@ -208,6 +208,22 @@ def test_a_death_that_explains_an_error_takes_its_place(table, driver):
     table.fail_all(EngineDeadError("gone", rank=1), dead_rank=1)
     for one in (step, call):
         with pytest.raises(EngineDeadError):
+            one.result()
+
+
+def test_an_agent_has_longer_to_tell_of_a_death(driver, clock):
+    table = CallTable(2, clock=clock, has_far_ranks=True)
+    step, call = open_step(table, driver), table.open_call(driver, "m", None)
+    fail(table, step, 0)
+    fail(table, call, 0)
+    clock.now += 0.9 * FAR_DEATH_GRACE_S
+    table.expire()
+    assert not step.done()
+    assert not call.done()
+    clock.now += 0.2 * FAR_DEATH_GRACE_S
+    table.expire()
+    for one in (step, call):
+        with pytest.raises(WorkerError):
             one.result()
 
 
