@@ -107,14 +107,19 @@ def test_numpy_and_c_find_the_same() -> None:
     assert longest[:2] == [lengths[-1]] * 2
 
 
-def test_a_row_without_drafts_is_looked_up_less_often_until_it_has_some() -> None:
+def test_a_row_without_drafts_is_looked_up_less_often_until_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, texts = random.Random(4), Texts(2)
     phrase = [*range(10, 60)]
     texts.admit(0, phrase[:40])
     texts.admit(1, [5, 6, 7, 8] * 3)
     asked: list[list[int]] = []
     find = texts.proposer.find
-    texts.proposer.find = lambda rows, known: asked.append(rows.tolist()) or find(rows, known)  # type: ignore
+
+    def find_and_note(rows: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        asked.append(rows.tolist())
+        return find(rows, known)
+
+    monkeypatch.setattr(texts.proposer, "find", find_and_note)
     for step in range(48):
         texts.propose(0, 1)
         texts.gain(0, [900 + rng.randrange(90000)])
