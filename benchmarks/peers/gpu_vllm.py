@@ -20,6 +20,7 @@ class VllmChild(EngineChild):
         self._llm = self._llm_class(
             model=model,
             load_format="dummy",
+            worker_extension_cls="benchmarks.peers.vllm_routing.Routing",
             skip_tokenizer_init=True,
             dtype=settings["dtype"],
             max_model_len=settings["max_model_len"],

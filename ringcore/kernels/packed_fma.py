@@ -3,9 +3,10 @@
 Tensor cores would multiply a tile that is mostly empty, and wait for a norm or a rounding by another kernel. Here codes
 become float32 in two or three instructions (`code_expansion`), from words of four: bytes, or nibbles. Scales and zeros
 are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are persistent: what they do to x
-(the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile is loaded before one is
-multiplied: into registers, where the machine code waits for it at the end of the products it was to overlap (ptxas
-moves loads down to save registers), or by asynchronous copies into shared memory, several tiles ahead.
+(the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile is loaded into registers before
+one is multiplied. The machine code issues most of these loads after the products (ptxas moves them down to save
+registers); asynchronous copies into shared memory, two to four tiles ahead, were measured and are no faster: other
+programs of the multiprocessor fill the time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from ringcore.kernels.code_expansion import (
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.fma_row import chunk_inputs, chunk_sums, load_row, sums_of_chunks
 from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES
-from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.weight_groups import chunk_scales, chunk_zeros
 from ringcore.kernels.weight_loads import load_codes
 
@@ -74,29 +74,6 @@ def _load_tile(
     if is_gated:
         loaded = loaded + _load(weight, packed, rows + num_outputs, num_inputs, block_inputs, layout)
     return loaded
-
-
-@triton.jit
-def _prefetch_tiles(
-    weight,
-    packed,
-    num_outputs,
-    num_inputs: tl.constexpr,
-    block_outputs: tl.constexpr,
-    num_tiles: tl.constexpr,
-    is_gated: tl.constexpr,
-    threads: tl.constexpr,
-):
-    """To L2, the codes of the first tiles of a program: one thread prefetches those of an output."""
-    thread = tl.arange(0, threads)
-    tile = tl.program_id(0) + thread // block_outputs * tl.num_programs(0)
-    row = tile * block_outputs + thread % block_outputs
-    in_bounds = (thread < num_tiles * block_outputs) & (row < num_outputs)
-    num_bytes: tl.constexpr = num_inputs // 4 * (weight.dtype.element_ty.primitive_bitwidth // 8)
-    pointers = weight + row.to(tl.int64) * packed[3]
-    prefetch_l2(pointers, in_bounds, num_bytes)
-    if is_gated:
-        prefetch_l2(pointers + num_outputs.to(tl.int64) * packed[3], in_bounds, num_bytes)
 
 
 @triton.jit
@@ -170,8 +147,6 @@ def packed_fma_kernel(
     adds: tl.constexpr,
     row_group: tl.constexpr,  # inputs that share a scale of x, which is rounded to FP8; 0: it is not
     is_exact: tl.constexpr,  # products of the weight are float32
-    num_stages: tl.constexpr,  # tiles in shared memory; 1: the next one waits in registers
-    threads: tl.constexpr,  # that prefetch tiles to L2 before the wait; 0: rows do not begin at 16 bytes
     pdl: tl.constexpr,
     layout: tl.constexpr,
 ) -> None:
@@ -183,11 +158,7 @@ def packed_fma_kernel(
     rows = tl.minimum(tl.program_id(0) * block_outputs + index, num_outputs - 1)
     if pdl:
         gdc_launch_dependents()
-        if num_stages > 1 and threads > 0:
-            first = num_stages - 1
-            _prefetch_tiles(weight, packed, num_outputs, num_inputs, block_outputs, first, is_gated, threads)
-    if num_stages == 1:
-        loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
+    loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
     if pdl:
         gdc_wait()
     tiles = ()
@@ -201,13 +172,10 @@ def packed_fma_kernel(
         else:
             sums += ((),)
         factors += (tl.rsqrt(squares / num_inputs + eps),)
-    for tile in tl.range(tl.program_id(0), num_tiles, step, num_stages=num_stages):
+    for tile in tl.range(tl.program_id(0), num_tiles, step):
         rows = tl.minimum(tile * block_outputs + index, num_outputs - 1)
-        if num_stages == 1:
-            next_rows = tl.minimum((tile + step) * block_outputs + index, num_outputs - 1)
-            following = _load_tile(weight, packed, next_rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
-        else:
-            loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
+        next_rows = tl.minimum((tile + step) * block_outputs + index, num_outputs - 1)
+        following = _load_tile(weight, packed, next_rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
             inputs = tiles[row], sums[row], packed
@@ -229,5 +197,4 @@ def packed_fma_kernel(
             if adds:
                 y += tl.load(targets, mask=stored, other=0.0).to(tl.float32)
             tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
-        if num_stages == 1:
-            loaded = following
+        loaded = following

@@ -91,13 +91,6 @@ class PackedWeight:
         in_groups = self.scales.shape[1] == 1 or (self.group_size % chunk == 0 and self.group_offset % chunk == 0)
         return self.form != NIBBLES_E2M1 and self.index is None and are_words and in_groups
 
-    @property
-    def has_aligned_rows(self) -> bool:
-        """Whether the codes of each output begin and end at multiples of 16 bytes, as a bulk prefetch takes them."""
-        row_entries = self.shape[1] // (4 if self.form in (NIBBLES, NIBBLES_E2M1) else 1)
-        row_bytes, stride_bytes = row_entries * self.codes.itemsize, self.row_stride * self.codes.itemsize
-        return all(n % 16 == 0 for n in (self.codes.data_ptr(), row_bytes, stride_bytes))
-
     def has_whole_runs(self, block_inputs: int) -> bool:
         """Whether a block of so many inputs is of whole words, each with its four numbers."""
         return block_inputs % (4 * self.run) == 0

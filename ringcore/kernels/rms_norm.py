@@ -42,7 +42,8 @@ def _rms_norm_kernel(
         gdc_wait()
     y = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(num_partials):
-        y += tl.load(partials + tl.cast(num_rows, tl.int64) * (split * size) + offsets, mask=mask, other=0.0)
+        part = tl.load(partials + tl.cast(num_rows, tl.int64) * (split * size) + offsets, mask=mask, other=0.0)
+        y += part.to(tl.float32)
     if num_partials > 0:
         tl.store(x + offsets, y, mask=mask)
     if adds:
@@ -69,8 +70,8 @@ def rms_norm(
     x, add_to and out: [n, size], contiguous, size up to `MAX_SIZE`; weight: [size]; each of any float dtype. Computed
     in float32 and rounded once, also where it is added. `out` may be x itself. Returns add_to, or out, by default a new
     tensor of `dtype` (None: x's).
-    partials: [p, n, size], contiguous, float32, as x is then; x += their sum first, in place (deferred split-K
-    reduction).
+    partials: [p, n, size], contiguous, of any float dtype, of a float32 x; x += their sum first, in place (a deferred
+    add).
     Method: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
     num_rows, size = x.shape
@@ -81,7 +82,7 @@ def rms_norm(
         out = torch.empty_like(x, dtype=dtype)
     assert 0 < size <= MAX_SIZE, size
     assert partials is None or (partials.shape[1:] == x.shape and partials.is_contiguous()), (partials.shape, x.shape)
-    assert partials is None or partials.dtype == x.dtype == torch.float32, (partials.dtype, x.dtype)
+    assert partials is None or x.dtype == torch.float32, x.dtype
     assert weight.shape == (size,), (weight.shape, size)
     assert weight.is_contiguous()
     for rows in (x, out):
@@ -123,7 +124,7 @@ def rms_norm_reference(
 ) -> torch.Tensor:
     """`rms_norm` in plain torch."""
     if partials is not None:
-        x += partials.sum(0)
+        x += partials.float().sum(0)
     rows = x.float()
     normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
     if add_to is not None:

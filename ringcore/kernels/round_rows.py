@@ -1,4 +1,5 @@
-"""Rows rounded to FP8 with a scale for each group of inputs, or for each row; fused with the norm before it."""
+"""Rows rounded to FP8 with a scale for each group of inputs, or for each row; fused with the norm before it, and with a
+deferred add before that."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ class RoundedRows(NamedTuple):
 @triton.jit
 def _round_rows_kernel(
     x,  # [num_rows, size]
+    partials,  # [num_partials, num_rows, size]
     gain,  # [size], read where has_norm
     codes,  # [num_rows, size]
     scales,  # [num_rows, groups]
@@ -46,14 +48,15 @@ def _round_rows_kernel(
     group_stride,
     eps,  # float
     size: tl.constexpr,
-    block: tl.constexpr,  # a power of two, size or more: read for the norm
-    chunk: tl.constexpr,  # inputs of this program: a power of two
+    chunk: tl.constexpr,  # inputs of this program: a power of two; the whole row where has_norm
     group: tl.constexpr,
+    num_partials: tl.constexpr,  # with has_norm
     has_norm: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     """Program (i, j) rounds chunk j of row i. A group is a row, or a power of two that divides the chunk."""
     row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0).to(tl.int64)
     columns = tl.program_id(1) * chunk + tl.arange(0, chunk)
     in_bounds = columns < size
     if pdl:
@@ -63,14 +66,13 @@ def _round_rows_kernel(
     if pdl:
         gdc_wait()
     y = tl.load(x + row * size + columns, mask=in_bounds, other=0.0).to(tl.float32)
+    for split in tl.static_range(num_partials):
+        part = tl.load(partials + (split * num_rows + row) * size + columns, mask=in_bounds, other=0.0)
+        y += part.to(tl.float32)
+    if num_partials > 0:
+        tl.store(x + row * size + columns, y, mask=in_bounds)
     if has_norm:
-        if block == chunk:
-            total = tl.sum(y * y, 0)
-        else:
-            whole = tl.arange(0, block)
-            of_row = tl.load(x + row * size + whole, mask=whole < size, other=0.0).to(tl.float32)
-            total = tl.sum(of_row * of_row, 0)
-        y = y * tl.rsqrt(total / size + eps) * factor
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / size + eps) * factor
     if group == size:
         scale = tl.maximum(tl.max(tl.abs(y), 0) / _LARGEST, _LEAST_SCALE)
         tl.store(scales + row * row_stride, scale)
@@ -92,6 +94,7 @@ def round_rows(
     norm: RowNorm | None = None,
     dtype: torch.dtype | None = None,
     *,
+    partials: torch.Tensor | None = None,
     by_group: bool = False,
 ) -> RoundedRows:
     """x [n, num_inputs], contiguous, of any float dtype: codes = x / scale, rounded to the nearest, ties to even.
@@ -99,6 +102,8 @@ def round_rows(
     A scale is the largest absolute value of its group over 448, the largest number of e4m3. group: inputs of a group, a
     power of two up to 1,024 that divides num_inputs; None: all inputs, up to `MAX_ROUNDED_INPUTS`. norm: prologue, in
     float32, of up to `MAX_ROUNDED_INPUTS`. dtype: of the product (None: x's).
+    partials: [p, n, num_inputs], contiguous, of any float dtype, before the norm of a float32 x; x += their sum first,
+    in place (a deferred add).
     by_group: the scales of a group are contiguous, instead of those of a row.
     """
     num_rows, size = x.shape
@@ -107,6 +112,11 @@ def round_rows(
     assert x.is_contiguous()
     assert is_row or (size % group == 0 and _CHUNK % group == 0), (size, group)
     assert size <= MAX_ROUNDED_INPUTS or not (is_row or norm), size
+    if partials is not None:
+        assert norm is not None
+        assert x.dtype == torch.float32, x.dtype
+        assert partials.shape[1:] == x.shape, (partials.shape, x.shape)
+        assert partials.is_contiguous()
     shape = (size // group, num_rows) if by_group else (num_rows, size // group)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     rounded = RoundedRows(
@@ -118,24 +128,24 @@ def round_rows(
     if not num_rows:
         return rounded
     block = triton.next_power_of_2(size)
-    chunk = block if is_row else min(block, _CHUNK)
-    read = block if norm is not None else chunk
+    chunk = block if is_row or norm is not None else min(block, _CHUNK)
     gain, eps = (x, 0.0) if norm is None else norm
     pdl = supports_pdl(x.device)
     _round_rows_kernel[(num_rows, triton.cdiv(size, chunk))](
         x,
+        x if partials is None else partials,
         gain,
         rounded.codes,
         rounded.scales,
         *rounded.scales.stride(),
         eps,
         size=size,
-        block=block,
         chunk=chunk,
         group=group,
+        num_partials=0 if partials is None else len(partials),
         has_norm=norm is not None,
         pdl=pdl,
-        num_warps=min(16, max(1, read // _ELEMENTS_PER_WARP)),
+        num_warps=min(16, max(1, chunk // _ELEMENTS_PER_WARP)),
         **launch_options(pdl),
     )
     return rounded

@@ -85,10 +85,10 @@ def choose_packed(
     Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm, others by tensor cores:
 
         | outputs x inputs  | bytes | 1 row | 8    | 32   | 64   | 128  | 256  |
-        | 6,144 x 4,096     | 2.8   | 7.7   | 9.4  | 10.0 | 14.2 | 21.3 | 30.6 |
-        | 4,096 x 4,096     | 1.9   | 5.4   | 8.3  | 8.2  | 10.1 | 14.6 | 21.1 |
-        | 2 x 12,288, gated | 11.4  | 24.0  | 22.6 | 26.7 | 36.0 | 56.0 | 93.0 |
-        | 4,096 x 12,288    | 5.7   | 12.9  | 16.8 | 16.6 | 19.9 | 29.7 | 50.3 |
+        | 6,144 x 4,096     | 2.8   | 6.7   | 9.4  | 10.0 | 14.2 | 21.3 | 30.6 |
+        | 4,096 x 4,096     | 1.9   | 5.3   | 8.3  | 8.2  | 10.1 | 14.6 | 21.1 |
+        | 2 x 12,288, gated | 11.4  | 22.4  | 22.6 | 26.7 | 36.0 | 56.0 | 93.0 |
+        | 4,096 x 12,288    | 5.7   | 12.7  | 16.8 | 16.6 | 19.9 | 29.7 | 50.3 |
 
     cuBLAS takes 16.3, 52.0 and 31.1 for 64 rows of the first, third and fourth in 16 bits, 21.6, 73.3 and 41.7 for 256,
     and for 2,048 rows 130, 512 and 249, where tiles of packed weights take 299, 1,245 and 689; an expansion writes and
@@ -100,7 +100,7 @@ def choose_packed(
     if not 1 <= num_rows <= (_MAX_LONG_RUN_ROWS if run >= _LONG_RUN else _MAX_PACKED_ROWS):
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
-        return _packed_fma(num_inputs, is_gated)
+        return _packed_fma(num_inputs, numbers)
     num_weights = num_outputs * (2 if is_gated else 1)
     if numbers == NIBBLE_NUMBERS:
         of_runs = _long_run_dot if run >= _LONG_RUN else _nibble_dot
@@ -110,14 +110,14 @@ def choose_packed(
     return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
 
 
-def _packed_fma(num_inputs: int, is_gated: bool) -> PackedFmaConfig:
-    """Measured for 4,096 and 12,288 inputs; between them and above, what needs no more registers than there are."""
+def _packed_fma(num_inputs: int, numbers: Numbers) -> PackedFmaConfig:
+    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are."""
     block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
-    if is_gated:
-        return PackedFmaConfig(2, block_inputs, 2 if num_inputs <= 4096 else 4, 6 * NUM_SMS)
-    if num_inputs <= 8192:
-        return PackedFmaConfig(8, block_inputs, 8, 2 * NUM_SMS)
-    return PackedFmaConfig(4, block_inputs, 4 if num_inputs <= 12288 else 8, 2 * NUM_SMS)
+    if num_inputs <= 4096:
+        return PackedFmaConfig(4, block_inputs, 4, (4 if numbers == NIBBLE_NUMBERS else 2) * NUM_SMS)
+    if num_inputs <= 12288:
+        return PackedFmaConfig(2, block_inputs, 4, 2 * NUM_SMS)
+    return PackedFmaConfig(4, block_inputs, 8, 2 * NUM_SMS)
 
 
 def _nibble_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
@@ -167,16 +167,17 @@ def choose_rounded(
     before them, some 3 more, and by FMA with both in the kernel, whose registers leave an SM few warps:
 
         | outputs x inputs  | bytes | tensor cores | FMA  |
-        | 6,144 x 4,096     | 5.4   | 11.0         | 10.3 |
-        | 4,096 x 4,096     | 3.6   | 9.2          | 8.0  |
-        | 2 x 12,288, gated | 21.5  | 29.7         | 26.8 |
-        | 4,096 x 12,288    | 10.7  | 18.6         | 20.0 |
+        | 6,144 x 4,096     | 5.4   | 11.0         | 8.6  |
+        | 4,096 x 4,096     | 3.6   | 9.2          | 6.8  |
+        | 2 x 12,288, gated | 21.5  | 29.7         | 26.4 |
+        | 4,096 x 12,288    | 10.7  | 18.6         | 16.6 |
     """
     if num_rows < 1:
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
         block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
-        return PackedFmaConfig(*((4, block_inputs, 4, 2 * NUM_SMS) if is_gated else (2, block_inputs, 4, 4 * NUM_SMS)))
+        block_outputs = 2 if num_inputs > 4096 else 4 if is_gated else 8
+        return PackedFmaConfig(block_outputs, block_inputs, 4, 2 * NUM_SMS)
     if num_rows > _ROUNDED_ROWS:
         return _ROUNDED_TILES
     tiles = -(-num_outputs * (2 if is_gated else 1) // 64)

@@ -190,8 +190,6 @@ def _launch_packed_fma(
         has_norm=norm is not None,
         row_group=row_group,
         is_exact=weight.dtype == torch.float32,
-        num_stages=config.num_stages,
-        threads=32 * config.num_warps if weight.has_aligned_rows else 0,
         pdl=supports_pdl(x.device),
         **tile_arguments(weight.as_words()),
         **options,

@@ -25,7 +25,6 @@ class PackedFmaConfig:
     block_inputs: int
     num_warps: int
     num_programs: int  # at most
-    num_stages: int = 1  # tiles in shared memory; 1: the next one waits in registers
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,6 @@ def near(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> li
             vary("num_warps", _around(kernel.num_warps, 1, 8))
             vary("num_programs", _around(kernel.num_programs, NUM_SMS, 8 * NUM_SMS))
             vary("block_inputs", _around(kernel.block_inputs, 512, 4096))
-            vary("num_stages", (n for n in (1, 2, 3, 4) if n != kernel.num_stages))
         case DotConfig():
             vary("block_weights", _around(kernel.block_weights, 32, 128))
             vary("block_inputs", _around(kernel.block_inputs, 32, 512))
@@ -155,11 +154,7 @@ def can_run(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) ->
             width = 1 << (linear.num_inputs - 1).bit_length()
             return linear.num_rows <= _MAX_FMA_ROWS and kernel.block_inputs <= max(width, 256)
         case PackedFmaConfig():
-            row_bytes = (1 << (linear.num_inputs - 1).bit_length()) * numbers.bytes
-            tile_bytes = kernel.block_outputs * (2 if linear.is_gated else 1) * row_bytes
-            return linear.num_rows <= 2 and (
-                kernel.num_stages == 1 or tile_bytes * kernel.num_stages <= _MAX_SHARED_BYTES
-            )
+            return linear.num_rows <= 2
         case DotConfig():
             block_outputs = kernel.block_weights // (2 if linear.is_gated else 1)
             input_bytes = kernel.block_weights * numbers.bytes + block_rows(kernel, linear) * _BYTES

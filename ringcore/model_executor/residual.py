@@ -1,4 +1,4 @@
-"""The residual stream, and its deferred split-K partials."""
+"""The residual stream, and its deferred add."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Norm(Protocol):
 class Residual:
     """Rows [n, size], to which every layer adds in place.
 
-    A linear may defer the add of its split-K partials: the next norm that reads the stream reduces them in the same
-    pass over memory, which saves a reduction kernel.
+    A linear may defer the add of its product, or of its split-K partials: the next norm that reads the stream adds them
+    in the same pass over memory, which saves a kernel.
     """
 
     __slots__ = ("_partials", "_rows")
@@ -41,10 +41,10 @@ class Residual:
     @property
     def rows(self) -> torch.Tensor:
         """[n, size], after any deferred add."""
-        if self._partials is not None:
-            self._rows.add_(self._partials.sum(0))
-            self._partials = None
-        return self._rows
+        rows, partials = self.take()
+        if partials is not None:
+            rows.add_(partials[0] if len(partials) == 1 else partials.sum(0))
+        return rows
 
     def defer_add(self, partials: torch.Tensor) -> None:
         """rows += the sum of partials [p, n, size], done by the next read of the stream; the caller must not write to
@@ -54,5 +54,9 @@ class Residual:
 
     def normed(self, norm: Norm) -> torch.Tensor:
         """The norm of all rows: [n, size], after any deferred add."""
+        return norm(*self.take())
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All rows before any deferred add, and its partials: the caller adds their sum to the rows, in place."""
         partials, self._partials = self._partials, None
-        return norm(self._rows, partials)
+        return self._rows, partials

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpu_runs import CPU, TINY, run, samples_of, specs_of
 
-from benchmarks import gpu, gpu_attention, gpu_profile, models
+from benchmarks import gpu, gpu_attention, gpu_profile, gpu_startup, models
 from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.gpu import Gpu, chosen_parts
 from benchmarks.gpu_attention import GpuAttention
@@ -325,6 +325,14 @@ def test_nothing_measured_is_an_error(fake: str) -> None:
         run(Gpu, specs_of(fake, ""), *CPU, "--seconds=-1")
     with pytest.raises(BenchmarkError, match="nothing was measured: ringcore raised"):
         run(GpuStartup, specs_of(fake, "load"), *CPU)
+
+
+def test_both_implementations_read_the_same_packages(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(gpu_startup, "import_cost", lambda python, statement, env: read.append(statement))
+    with pytest.raises(BenchmarkError, match="nothing was measured"):
+        run(GpuStartup, specs_of(fake, "load"), *CPU, "--model-impl=both")
+    assert read == [gpu_startup.STATEMENTS["ringcore"]] * 2
 
 
 @pytest.mark.long_form

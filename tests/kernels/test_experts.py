@@ -31,6 +31,7 @@ from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = DotConfig(32, 32, 2, 2, 1, block_rows=16)
+WHOLE_RUNS = DotConfig(32, 128, 2, 2, 1, block_rows=16)  # of 4 bits, a block of which is four products
 SILU = ExpertGate()
 GPT_OSS = ExpertGate(alpha=1.702, limit=0.7, offset=1.0, is_interleaved=True)
 FORMS = {
@@ -296,7 +297,7 @@ def test_experts_of_4_and_8_bits_as_a_gpu_has_them(device, kind, scheme):
         return weight
 
     case.matrices = ExpertMatrices(stacked(2 * size, hidden), stacked(hidden, size))
-    case.check(5)
+    case.check(5, config=WHOLE_RUNS)
 
 
 @pytest.mark.usefixtures("has_kernels")

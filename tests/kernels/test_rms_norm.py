@@ -109,9 +109,13 @@ def test_parts_are_added_first(device, shape, num_partials):
 
 def test_parts_are_of_the_stream(device):
     x, weight = randn(4, 64, device=device), torch.ones(64, device=device)
-    for partials in (randn(2, 3, 64, device=device), randn(2, 4, 64, device=device).half()):
+    for rows, partials in ((x, randn(2, 3, 64, device=device)), (x.half(), randn(2, 4, 64, device=device))):
         with pytest.raises(AssertionError):
-            rms_norm(x, weight, EPS, partials=partials)
+            rms_norm(rows, weight, EPS, partials=partials)
+    narrow = randn(1, 4, 64, device=device).half()
+    expected = x + narrow[0]
+    rms_norm(x, weight, EPS, partials=narrow)
+    torch.testing.assert_close(x, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -58,6 +58,17 @@ def test_rows_are_rounded_as_by_torch(device, num_inputs, group, dtype, has_norm
     assert_equal(found, round_rows_reference(rows, group, norm, torch.bfloat16))
 
 
+@pytest.mark.parametrize(("num_partials", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
+@pytest.mark.parametrize("group", [None, 16])
+def test_a_deferred_add_is_done_before_the_norm(device, num_partials, dtype, group):
+    rows, norm = random(5, 1040).to(device), RowNorm(random(1040, seed=2).to(device), 1e-5)
+    partials = random(num_partials, 5, 1040, seed=4).to(device, dtype)
+    total = rows + partials.float().sum(0)
+    found = round_rows(rows, group, norm, partials=partials)
+    torch.testing.assert_close(rows, total, rtol=1e-6, atol=1e-6)
+    assert_equal(found, round_rows_reference(total, group, norm))
+
+
 def test_no_rows(device):
     assert round_rows(torch.empty(0, 64, device=device)).codes.shape == (0, 64)
 
@@ -124,7 +135,7 @@ def test_fp8_gated_and_added(device, num_rows):
 )
 def test_fp8_rounded_in_the_kernel(device, num_rows, block_inputs, group, row_group):
     weight, expanded = fp8_weight(38, 384, group, device)
-    config = PackedFmaConfig(4, block_inputs, 1, 3, num_stages=num_rows)
+    config = PackedFmaConfig(4, block_inputs, 1, 3)
     x, bias = random(num_rows, 384).to(device), random(38, seed=3).to(device)
     x[-1, 128:256] = 0
     for norm in (None, RowNorm(random(384, seed=2).to(device), 1e-5)):
@@ -147,6 +158,52 @@ def test_a_linear_rounds_after_its_norm(device, row_group):
     expected = hidden.rows + product_of(round_rows_reference(rows, row_group), expanded)
     product.add_to(hidden, rows, NO_TOKEN_CONTEXT)
     torch.testing.assert_close(hidden.rows, expected, rtol=0.02, atol=0.02)
+
+
+class Scaled:
+    """A `ScaledProduct` of blocks, in plain torch."""
+
+    ROWS, MIN_ROWS, has_blocks = 4, 4, True
+
+    def __init__(self, expanded):
+        self._expanded = expanded
+
+    def __call__(self, codes, scales, dtype):
+        assert len(codes) % self.ROWS == 0
+        group = codes.shape[1] // scales.shape[1]
+        rows = codes.float() * scales.repeat_interleave(group, 1)
+        return (rows @ self._expanded.t()).to(dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 9])
+@pytest.mark.parametrize("has_gain", [True, False])
+def test_of_many_rows_the_add_is_deferred_to_the_next_norm(device, num_rows, has_gain):
+    weight, expanded = fp8_weight(512, 512, 128, device)
+    product = RoundedProduct(weight, None, 128, Scaled(expanded), Derived())
+    x, rows = random(num_rows, 512).to(device), random(num_rows, 512, seed=3).to(device)
+    norm = Norm(random(512, seed=2).to(device), 1e-5) if has_gain else NoGain()
+    hidden = Residual(rows.clone())
+    product.add_to(hidden, x, NO_TOKEN_CONTEXT)
+    assert (hidden.take()[1] is not None) == (num_rows >= Scaled.MIN_ROWS)
+    hidden = Residual(rows.clone())
+    product.add_to(hidden, x, NO_TOKEN_CONTEXT)
+    found = product.after_norm(norm, hidden, NO_TOKEN_CONTEXT)
+    total = rows + product_of(round_rows_reference(x, 128), expanded)
+    torch.testing.assert_close(hidden.rows, total, rtol=0.02, atol=0.02)
+    normed = norm(hidden.rows) if norm.gain is None else hidden.rows
+    normed = round_rows_reference(normed, 128, None if norm.gain is None else RowNorm(norm.gain, norm.eps))
+    torch.testing.assert_close(found, product_of(normed, expanded), rtol=0.02, atol=0.03)
+
+
+class NoGain:
+    """A norm that no kernel computes."""
+
+    gain, eps = None, 1e-5
+
+    def __call__(self, x, partials=None):
+        if partials is not None:
+            x.add_(partials.sum(0))
+        return torch.nn.functional.layer_norm(x, x.shape[1:])
 
 
 def test_tiles_of_any_rows():

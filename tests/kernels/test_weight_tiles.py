@@ -29,7 +29,6 @@ FMA, WIDE_FMA = PackedFmaConfig(4, 64, 1, 5), PackedFmaConfig(2, 256, 1, 100)
 DOT = DotConfig(32, 64, 2, 2, 1)
 SPLIT, BLOCKS = DotConfig(32, 64, 2, 2, 2), DotConfig(32, 128, 2, 2, 1, block_rows=16)
 MATRIX = DotConfig(32, 128, 2, 2, 1)  # the nibbles of a word in one matrix, with more than 32 rows
-STAGED_FMA = PackedFmaConfig(4, 128, 1, 3, num_stages=3)
 RUNS_FMA, RUNS_SPLIT = PackedFmaConfig(4, 128, 1, 5), DotConfig(32, 128, 2, 2, 2, block_rows=16)  # of 32
 FORMATS = {
     "fp8 block": formats.CodesFormat("fp8", "block", (32, 16), "weight_scale_inv"),
@@ -88,7 +87,7 @@ def packed(kind, weight, device, monkeypatch, dtype=torch.float32, start=0, leng
     with pytest.raises(_Seen):
         scheme.product(shard, tensors, None, True)
     expanded = stored.expanded[:, start : start + inputs.length]
-    torch.testing.assert_close(seen[0].expanded().cpu(), expanded, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(seen[0].expanded().cpu(), expanded, rtol=1e-5, atol=1e-6)
     return packed_weight(seen[0], dtype), expanded.to(device)
 
 
@@ -100,7 +99,6 @@ def random(*shape, seed=1):
     ("kind", "config"),
     [
         *((kind, FMA) for kind in FORMATS if kind not in NOT_FMA),
-        *((kind, STAGED_FMA) for kind in ("fp8 block", "int8", "w4 asym", "awq wide")),
         *((kind, SPLIT) for kind in FORMATS),
         *(("w4 asym", BLOCKS), ("gptq", DOT), ("awq", WIDE_FMA)),
         *((kind, MATRIX) for kind in ("w4 asym", "w4 channel", "awq wide", "gptq wide order")),
@@ -109,7 +107,7 @@ def random(*shape, seed=1):
 def test_product(device, kind, config, monkeypatch):
     weight, expanded = packed(kind, random(40, 256), device, monkeypatch)
     assert (weight.run == 32) == (kind in LONG_RUNS)
-    if kind in LONG_RUNS and config not in (MATRIX, STAGED_FMA):
+    if kind in LONG_RUNS and config != MATRIX:
         with pytest.raises(AssertionError):
             skinny_linear(random(1, 256).to(device), weight, config)
         config = RUNS_FMA if isinstance(config, PackedFmaConfig) else RUNS_SPLIT
@@ -266,13 +264,10 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
             return PackedWeight(stored, scales, (64, 256), dtype, form, stored.stride(0), group_size=128, **options)
 
         fma, dot = PackedFmaConfig(4, 256, 2, 8), DotConfig(64, 128, 4, 4, 2)
-        staged = PackedFmaConfig(4, 256, 2, 8, num_stages=3)
         with intercept_launches() as intercepted:
             skinny_linear(x, packed(BYTES_FP8), fma, row_group=128)
             skinny_linear(x, packed(BYTES_INT8), fma)
             skinny_linear(x, packed(NIBBLES, has_zero_bits=True, run=8), fma)
-            skinny_linear(x, packed(BYTES_FP8), staged, row_group=128)
-            skinny_linear(x, packed(NIBBLES, has_zero_bits=True, run=8), staged)
             skinny_linear(x, packed(BYTES_INT8), dot)
             skinny_linear(x, packed(NIBBLES, zero=8, run=8), dot)
             skinny_linear(x, packed(NIBBLES, has_zero_bits=True, index=index, run=8), dot)
@@ -281,7 +276,6 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
             skinny_linear(x, e2m1, dot)
             skinny_linear(x, replace(e2m1, is_tiled=True), dot)
         compile_variants(list(intercepted.values()), torch.device("cpu"), 2)
-        codes = [kernel.preload(variant.specialization).asm["ptx"] for (kernel, _), variant in intercepted.items()]
-        print(len(intercepted), ["cp.async.c" in code for code in codes[:5]])
+        print(len(intercepted))
     """
-    assert run(script, tmp_path) == "11 [False, False, False, True, True]\n"
+    assert run(script, tmp_path) == "9\n"

@@ -65,18 +65,21 @@ class RoundedProduct(Product):
         return self._multiply(x, out=out)
 
     def after_norm(self, norm: Norm, hidden: Residual, tokens: TokenContext) -> torch.Tensor:
-        return self._multiply(*self._before(norm, hidden))
+        return self._multiply(hidden, norm)
 
     def gated_after_norm(self, norm: Norm, hidden: Residual, gate: Gate, tokens: TokenContext) -> torch.Tensor:
         if self._is_many(len(hidden)):
             return gate(self.after_norm(norm, hidden, tokens))
-        return self._multiply(*self._before(norm, hidden), gate.activation)
+        return self._multiply(hidden, norm, gate.activation)
 
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
-        if self._is_many(len(x)):
-            hidden.rows.add_(self._multiply(x))
+        rows = hidden.rows
+        if not self._is_many(len(x)):
+            self._multiply(x, out=rows, adds=True)
+        elif rows.dtype == torch.float32:
+            hidden.defer_add(self._multiply(x)[None])
         else:
-            self._multiply(x, out=hidden.rows, adds=True)
+            rows.add_(self._multiply(x))
 
     def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         is_many = self._is_many(len(x))
@@ -89,22 +92,16 @@ class RoundedProduct(Product):
     def _is_many(self, num_rows: int) -> bool:
         return self._min_scaled is not None and num_rows >= self._min_scaled
 
-    def _before(self, norm: Norm, hidden: Residual) -> tuple[torch.Tensor, RowNorm | None]:
-        """The rows, and the norm that remains to be computed with the rounding."""
-        if norm.gain is None:
-            return hidden.normed(norm), None
-        return hidden.rows, self._row_norm(norm.gain, norm.eps)
-
     def _multiply(
         self,
-        x: torch.Tensor,
-        norm: RowNorm | None = None,
+        x: torch.Tensor | Residual,
+        norm: Norm | None = None,
         activation: Activation | None = None,
         *,
         out: torch.Tensor | None = None,
         adds: bool = False,
     ) -> torch.Tensor:
-        """adds: to `out`."""
+        """adds: to `out`. x: the residual stream, and that alone, is normalised first."""
         num_weights, num_inputs = self._weight.shape
         group, dtype = self._row_group, self._weight.dtype
         if self._is_many(len(x)):
@@ -113,14 +110,15 @@ class RoundedProduct(Product):
         num_outputs = num_weights if activation is None else num_weights // 2
         by_fma = len(x) == 1 and self._weight.has_chunks
         config = self._choose(num_outputs, num_inputs, len(x), is_gated=activation is not None, by_fma=by_fma)
-        if config is None:
-            return x.new_empty(0, num_outputs, dtype=dtype) if out is None else out
         in_kernel = isinstance(config, self._in_kernel)
+        rows, partials, row_norm = self._before(x, norm, adds=in_kernel or config is None)
+        if config is None:
+            return rows.new_empty(0, num_outputs, dtype=dtype) if out is None else out
         return self._skinny(
-            x if in_kernel else self._round(x, group, norm, dtype),
+            rows if in_kernel else self._round(rows, group, row_norm, dtype, partials=partials),
             self._weight,
             config,
-            norm=norm if in_kernel else None,
+            norm=row_norm if in_kernel else None,
             row_group=group if in_kernel else None,
             bias=self._bias,
             activation=activation,
@@ -129,10 +127,25 @@ class RoundedProduct(Product):
             counters=self._counters,
         )
 
-    def _by_cublas(self, x: torch.Tensor, norm: RowNorm | None) -> torch.Tensor:
+    def _before(
+        self, x: torch.Tensor | Residual, norm: Norm | None, *, adds: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, RowNorm | None]:
+        """Rows, and what remains to be computed before the rounding: a deferred add, unless it `adds`, and the norm."""
+        if not isinstance(x, Residual):
+            return x, None, None
+        assert norm is not None
+        if norm.gain is None:
+            return x.normed(norm), None, None
+        rows, partials = (x.rows, None) if adds else x.take()
+        return rows, partials, self._row_norm(norm.gain, norm.eps)
+
+    def _by_cublas(self, x: torch.Tensor | Residual, norm: Norm | None) -> torch.Tensor:
         assert self._scaled is not None
-        padding = -len(x) % self._scaled.ROWS if self._scaled.has_blocks else 0
-        rows = torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
-        rounded = self._round(rows, self._row_group, norm, self._weight.dtype, by_group=self._scaled.has_blocks)
-        product = self._scaled(rounded.codes, rounded.scales, self._weight.dtype)[: len(x)]
+        dtype, has_blocks = self._weight.dtype, self._scaled.has_blocks
+        padding = -len(x) % self._scaled.ROWS if has_blocks else 0
+        rows, partials, row_norm = self._before(x, norm, adds=padding > 0)
+        if padding:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
+        rounded = self._round(rows, self._row_group, row_norm, dtype, partials=partials, by_group=has_blocks)
+        product = self._scaled(rounded.codes, rounded.scales, dtype)[: len(x)]
         return product if self._bias is None else product.add_(self._bias)
