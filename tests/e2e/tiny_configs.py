@@ -61,6 +61,7 @@ _PART_SIZES = {
     "out_hidden_size": 64,
     **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 64),
 }
+_SHARED_LAYERS = "num_kv_shared_layers"
 _SECTIONS = "mrope_section"  # of the pairs of a head: by time, height and width
 # Those of a tiny head, for types whose classes have a default of their own for heads of 128.
 _SMALL_SECTIONS = [3, 3, 2]
@@ -101,12 +102,16 @@ def _tiny(config: dict[str, Any], num_layers: int | None) -> dict[str, Any]:
         sizes["num_key_value_heads"] = _SMALL["num_attention_heads"]
     if "head_dim" in sizes and config["head_dim"] == config.get("qk_rope_head_dim"):  # the part that is rotated
         sizes["head_dim"] = _SMALL["qk_rope_head_dim"]
-    if _SECTIONS in (rope := config.get("rope_parameters") or {}) and "head_dim" in sizes:
-        sections = [size * sizes["head_dim"] // config["head_dim"] for size in rope[_SECTIONS]]
-        sections[0] += sizes["head_dim"] // 2 - sum(sections)
+    if _SECTIONS in (rope := config.get("rope_parameters") or {}):
+        head_size = sizes.get("head_dim", _SMALL["hidden_size"] // _SMALL["num_attention_heads"])
+        pairs = int(head_size * rope.get("partial_rotary_factor", 1)) // 2
+        sections = [size * pairs // sum(rope[_SECTIONS]) for size in rope[_SECTIONS]]
+        sections[0] += pairs - sum(sections)
         config = config | {"rope_parameters": rope | {_SECTIONS: sections}}
     if config.get("model_type") in _SECTIONED:
         config = config | {"rope_parameters": rope | {_SECTIONS: _SMALL_SECTIONS}}
+    if config.get(_SHARED_LAYERS):  # the last ones, of kinds that are among the first
+        sizes[_SHARED_LAYERS] = min(config[_SHARED_LAYERS], config["num_hidden_layers"] // 2)
     numbers = {name: value for name, value in _SMALL_NUMBERS.items() if _is_number(config.get(name))}
     tokens = {name: token for name, token in _TOKENS.items() if name in config}
     return config | sizes | numbers | tokens
@@ -133,8 +138,13 @@ def _cut(config: dict[str, Any], num_layers: int | None) -> dict[str, Any]:
     return config | cut | {spec.layers_field: num_layers}
 
 
-def _small(config: dict[str, Any]) -> dict[str, int]:
-    return {name: size for name, size in _SMALL.items() if _is_number(config.get(name))}
+def _small(config: dict[str, Any]) -> dict[str, Any]:
+    by_layer = {name: [_SMALL[name]] * len(value) for name, value in config.items() if _is_sizes(name, value)}
+    return by_layer | {name: size for name, size in _SMALL.items() if _is_number(config.get(name))}
+
+
+def _is_sizes(name: str, value: object) -> bool:
+    return name in _SMALL and isinstance(value, list) and all(map(_is_number, value))
 
 
 def _is_part(value: object) -> bool:

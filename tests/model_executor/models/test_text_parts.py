@@ -50,12 +50,17 @@ VISION: dict[str, Any] = {
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 QWEN = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
 WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-PER_LAYER = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0}
+PER_LAYER = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 97}
+SHARED = {  # the last layer has the keys and values of the one before
+    "num_hidden_layers": 3,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 # By type: the text model's configuration, the vision model's, and that of the whole.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": (TEXT | WINDOWS, VISION, {}),
     "gemma4": (  # the whole puts padding where images are; embeddings of each layer
-        TEXT | WINDOWS | {"global_head_dim": 8, "num_global_key_value_heads": 2} | PER_LAYER,
+        TEXT | WINDOWS | SHARED | {"global_head_dim": 8, "num_global_key_value_heads": 2} | PER_LAYER,
         VISION | {"head_dim": 8, "position_embedding_size": 16},
         {"image_token_id": 96, "video_token_id": 96, "audio_token_id": 96},
     ),

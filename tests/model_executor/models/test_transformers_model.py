@@ -126,6 +126,32 @@ def test_two_ranks_share_heads_and_each_expert(tmp_path):
         assert shapes["model.layers.0.mlp.experts.down_proj"] == (4 * 32, 8)
 
 
+SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "head_dim": 8,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+SPARSE = {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.9, 0.0] * 2, "laurel_rank": 4}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("model_type", "options"), [("gemma4_text", SHARED), ("gemma3n_text", SHARED | SPARSE)])
+def test_layers_share_the_keys_and_values_of_others(tmp_path, model_type, options, num_ranks):
+    """Gemma 3n besides has activations whose threshold is that of a whole row: its ranks share no such MLP."""
+    hf = theirs(tmp_path, model_type, **options)
+    reference = torch.cat([logits_of(hf, ids) for ids in PROMPTS])
+
+    def run(tp: TensorParallel) -> torch.Tensor:
+        return DenseRun(loaded(tmp_path, tp), 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
+
+    for logits in on_all_ranks(num_ranks, run):
+        torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
+
+
 def test_two_ranks_read_their_slices_of_a_gguf_file(tmp_path):
     hf, ids = theirs(tmp_path, "qwen3_moe", **EXPERTS, norm_topk_prob=True), PROMPTS[2]
     path = write_gguf(tmp_path, "qwen3moe", hf)

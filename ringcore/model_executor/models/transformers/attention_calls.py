@@ -26,6 +26,7 @@ from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.known_values import KnownValues
 from ringcore.model_executor.models.transformers.masks import MAX_ROW, Mask, Reach
 from ringcore.model_executor.models.transformers.needs import Need
+from ringcore.model_executor.models.transformers.operation_mode import no_checked_values
 from ringcore.model_executor.models.transformers.refusal import (
     CountsPositions,
     KeepsArguments,
@@ -192,7 +193,7 @@ def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
     new = NewTensors(torch.device("meta"))
     layers = RepeatedLayers(body.module, [Journal(recorded, _moved)], lambda one: not mixing.follows(one))
     try:
-        with torch.device("meta"), new, mixing, layers.instead():
+        with torch.device("meta"), new, mixing, layers.instead(), no_checked_values():
             out = body.module(input_ids=ids, **given)
     except Refused:
         raise
@@ -225,7 +226,7 @@ class _MaskedPass:
         journals = [Journal(self._recorded, _moved), Journal(self._values.met)]
         layers = RepeatedLayers(module, journals, lambda one: self._values.value_of(one) is None)
         try:
-            with torch.device("meta"), mixing or layers.instead(), self._values:
+            with torch.device("meta"), mixing or layers.instead(), self._values, no_checked_values():
                 module(**inputs, use_cache=False, ringcore=self._recorded)
         except Refused:
             raise

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringcore.model_executor.models.transformers.attention_calls import record
 from ringcore.model_executor.models.transformers.body import Body
+from ringcore.model_executor.models.transformers.operation_mode import no_checked_values
 from ringcore.model_executor.models.transformers.refusal import in_one_line
 
 __all__ = ["kept_from_graphs"]
@@ -28,7 +29,7 @@ def kept_from_graphs(body: Body) -> str | None:
     copies = _CopiesFromHost()
     positions = torch.arange(_NUM_TOKENS, device="meta")
     try:
-        with copies:
+        with copies, no_checked_values():
             body(torch.zeros_like(positions), positions, [])
     except Exception as error:  # a tensor on the CPU meets one on meta, as it would meet one on a GPU
         return f"it makes tensors on the host: {in_one_line(error)}"

@@ -37,6 +37,7 @@ from ringcore.model_executor.models.transformers.few_layers import few_layers
 from ringcore.model_executor.models.transformers.graph_capture import kept_from_graphs
 from ringcore.model_executor.models.transformers.model import TransformersModel
 from ringcore.model_executor.models.transformers.needs import Need
+from ringcore.model_executor.models.transformers.published_fields import with_published_fields
 from ringcore.model_executor.models.transformers.refusal import in_one_line
 from ringcore.model_executor.models.transformers.text_part import keep_text
 from ringcore.protocol.model_report import ModelReport
@@ -198,13 +199,15 @@ def _need(error: ModelLoadError) -> Need:
 
 
 def default_configuration(model_type: str) -> dict[str, Any]:
-    """Raises `ModelLoadError` where transformers has none that passes its own checks."""
+    """With the fields that published models have, where it cannot be built without them. Raises `ModelLoadError` where
+    transformers has none that passes its own checks."""
     try:
         config: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
     except Exception as error:
         reason = f"it has no default configuration: {in_one_line(error)}"
         need = Need.CONFIGURATION.name
         raise ModelLoadError(f"{model_type}: {reason}", reason=reason, need=need) from error
+    config = with_published_fields(model_type, config)
     return config | _left_open(config)
 
 

@@ -37,6 +37,14 @@ class Mask:
         self._allows, self._values = allows, values
         self._reach: Reach | None = None
 
+    def __getitem__(self, index: Any) -> Mask:
+        """Of all queries and keys, as Gemma 4 takes it before layers that have keys of others. Raises `Refused` for
+        some of them."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(part, slice) and not part.start and part.stop is None for part in parts):
+            raise Refused("its attention has a mask of some of its tokens", Need.KNOWN_MASK)
+        return self
+
     def reach(self, num_positions: int) -> Reach:
         """Raises `Refused` for a mask that is not causal, within a window or chunks where it has them."""
         if self._reach is None:

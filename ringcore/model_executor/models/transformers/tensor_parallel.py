@@ -1,9 +1,10 @@
 """Tensor parallelism by the model's own plan: its linears are replaced by this rank's share of them, and so are the
 embedding and the head where they are split alike.
 
-What the plan names in a way that is not a linear's, what does not divide, and what it does not name is whole on every
-rank, and computed by every rank alike; experts are split by `experts.py`. Where only one of two linears that need each
-other could be split, their sizes do not fit, and the recorded pass over the split model fails.
+What the plan names in a way that is not a linear's, what does not divide, what needs whole rows between two linears
+(`between_linears`) and what it does not name is whole on every rank, and computed by every rank alike; experts are
+split by `experts.py`. Where only one of two linears that need each other could be split, their sizes do not fit, and
+the recorded pass over the split model fails.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor.models.transformers.between_linears import is_share_by_share
 from ringcore.model_executor.models.transformers.checkpoint_layout import Ranges, TensorLayout
 from ringcore.model_executor.models.transformers.construction import module_of
 from ringcore.model_executor.models.transformers.linears import ParallelEmbedding, ParallelLinear
@@ -68,6 +70,8 @@ def shard(
                 shares[name] = ParallelLinear(module, tp, dim, whole)
         elif module is model.get_input_embeddings() and _can_split(module, tp):
             shares[name] = ParallelEmbedding(module, tp)
+    for name in _needing_whole_rows(model, shares):
+        del shares[name]
     head = _tied_vocabulary(model, layouts, tp, shares)
     for name, share in (shares | head).items():
         parent, leaf = module_of(model, name)
@@ -81,6 +85,22 @@ def shard(
             module, leaf = module_of(model, name)
             module._parameters[leaf] = nn.Parameter(vector.new_empty(length), requires_grad=False)
     return shares
+
+
+def _needing_whole_rows(model: PreTrainedModel, shares: Mapping[str, Share]) -> list[str]:
+    """Of the linears, by modules that have some split by outputs and others by inputs."""
+    by_parent: dict[str, dict[str, ParallelLinear]] = {}
+    for name, share in shares.items():
+        if isinstance(share, ParallelLinear) and not share.whole:
+            parent, _, leaf = name.rpartition(".")
+            by_parent.setdefault(parent, {})[leaf] = share
+    found = []
+    for parent, linears in by_parent.items():
+        column, row = ([leaf for leaf, share in linears.items() if share.dim == dim] for dim in (0, 1))
+        size = next(iter(linears.values())).tp.size
+        if column and row and not is_share_by_share(model.get_submodule(parent), column, row, size):
+            found += [f"{parent}.{leaf}" for leaf in linears]
+    return found
 
 
 def _tied_vocabulary(
