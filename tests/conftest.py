@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Collecting garbage takes half a second in a process that has all tests loaded: they are left out of it. While they
-    are loaded there is hardly any, and looking for it takes a third of the time."""
+    """Collecting garbage takes half a second in a process that has all tests loaded: they are left out of it, and none
+    is looked for while they are loaded."""
     gc.enable()
     gc.collect()
     gc.freeze()
