@@ -13,22 +13,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.executor.multiproc import MultiprocExecutor
-from ringcore.executor.ray_cluster.executor import RayExecutor
 from ringcore.executor.uniproc import UniProcExecutor
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from ringcore.params.structured_outputs import StructuredOutputsParams
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import PromptLogprobs, TokenLogprobs
 from ringcore.protocol.steps import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput
-from ringcore.testing.fake_prompts import FakePrompts
 from ringcore.tracing import Tracer
 from ringcore.worker import rpc
 from ringcore.worker.traced_worker import TracedWorker
+
+if TYPE_CHECKING:
+    from ringcore.testing.fake_prompts import FakePrompts
 
 VOCAB_SIZE = 300
 EOS = 256
@@ -70,7 +72,7 @@ class FakeWorker(TracedWorker):
         self._num_computed: dict[int, int] = {}
         self._num_steps = 0
         self._rows: list[int] = []  # of the last step
-        self._prompts = FakePrompts(VOCAB_SIZE)
+        self._prompts: FakePrompts | None = None  # from the first prompt of which something is reported
         # The weights are one number, CHECKPOINT's is 0; None where there is no memory, or what is in it means nothing.
         self.weights: int | None = CHECKPOINT
         self.memory = {"weights": "resident", "kv_cache": "resident"}
@@ -106,7 +108,7 @@ class FakeWorker(TracedWorker):
             del self._tokens[row]
         for new in scheduler_output.new_requests:
             self._requests[new.row] = new
-            self._prompts.note(new)
+            self._note_prompt(new)
             self._tokens[new.row] = new.token_ids.tolist()
             self._num_computed[new.row] = new.num_computed_tokens
         assert set(self.memory.values()) == {"resident"}, f"a step without its memory: {self.memory}"
@@ -138,8 +140,18 @@ class FakeWorker(TracedWorker):
             logprobs if any(logprobs) else None,
             errors,
             of_prompts,
-            pooled=self._prompts.pooled(int_array(rows)),
+            pooled=self._prompts.pooled(int_array(rows)) if self._prompts else [],
         )
+
+    def _note_prompt(self, new: NewRequest) -> None:
+        params = new.sampling_params
+        if self._prompts is None and (params.pooling is not None or params.prompt_logprobs is not None):
+            # Importing it takes as long as numpy, which in most tests is for nothing.
+            from ringcore.testing.fake_prompts import FakePrompts
+
+            self._prompts = FakePrompts(VOCAB_SIZE)
+        if self._prompts is not None:
+            self._prompts.note(new)
 
     def _scheduled(self, step: SchedulerOutput) -> list[tuple[int, int]]:
         """The step's rows, and the tokens of each."""
@@ -410,10 +422,3 @@ def _byte_letter(byte: int) -> str:
     """The printable character that byte-level BPE writes for a byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return chr(byte) if byte in plain else chr(256 + [b for b in range(256) if b not in plain].index(byte))
-
-
-class FakeRay(RayExecutor):
-    """On hosts of a Ray cluster."""
-
-    def __init__(self, config) -> None:
-        super().__init__(config, worker_factory="fake_engine:create_worker")

@@ -2,7 +2,7 @@
 
 What it computes and checks stays the same (`tests/kernels/test_interpreted_triton.py` compares). Most of its time goes
 into describing values anew: the dtype and the shape of each scalar, the members of the language that it replaces in
-each call of a function. Here descriptions are kept.
+each call of a function. Here descriptions are kept, and so are constants and small blocks of them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def use_interpreter() -> None:
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
+    TritonSemantic.computation_type_impl = _kept_promotions(TritonSemantic.computation_type_impl)
+    _keep_constants(TritonSemantic, interpreter)
     interpreter._get_np_dtype = _kept_dtypes(interpreter._get_np_dtype)
     interpreter._convert_float = _e4m3(interpreter._convert_float)
     interpreter._patch_builtin = _patch_builtin
@@ -43,7 +45,9 @@ def use_interpreter() -> None:
     interpreter._patch_attr = _patch_attr
     interpreter._patch_lang, interpreter._LangPatchScope = _patched_once(interpreter)
     core._unwrap_if_constexpr = _unwrap(core)
+    core.dtype.__eq__ = _same_or_equal(core.dtype.__eq__)
     core.block_type.__init__ = _kept_blocks(core)
+    core.block_type.with_element_ty = _kept_element_types(core)
     core.tensor.__init__ = _kept_shapes(core)
 
 
@@ -60,6 +64,49 @@ def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return broadcast(self, lhs, rhs)
 
     return unless_equal
+
+
+def _kept_promotions(promote: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[tuple[str, bool, str, bool, bool], Any] = {}
+
+    def kept(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in known:
+            known[key] = promote(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return known[key]
+
+    return kept
+
+
+MAX_KEPT_BLOCK = 1024  # elements: a larger one takes longer to fill than to describe
+
+
+def _keep_constants(semantic: Any, interpreter: Any) -> None:
+    """Of constants the arrays are kept, which nobody can write; each use has a handle of its own."""
+    make, splat = semantic.scalar_constant, interpreter.InterpreterBuilder.create_splat
+    scalars: dict[tuple[type, Any, str], Any] = {}
+    blocks: dict[tuple[int, tuple[int, ...]], Any] = {}
+    ids: set[int] = set()  # of the scalars' arrays, which live as long as this process
+
+    def kept_scalar(self: Any, value: Any, dtype: Any) -> Any:
+        key = type(value), value, dtype.name
+        if key not in scalars:
+            handle = scalars[key] = make(self, value, dtype).handle
+            handle.data.flags.writeable = False
+            ids.add(id(handle.data))
+        handle = scalars[key]
+        return self.tensor(interpreter.TensorHandle(handle.data, handle.dtype), dtype)
+
+    def kept_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        if id(arg.data) not in ids or ret_ty.numel > MAX_KEPT_BLOCK:
+            return splat(self, ret_ty, arg)
+        key = id(arg.data), ret_ty.sizes
+        if key not in blocks:
+            blocks[key] = splat(self, ret_ty, arg)
+            blocks[key].data.flags.writeable = False
+        return interpreter.TensorHandle(blocks[key].data, blocks[key].dtype)
+
+    semantic.scalar_constant, interpreter.InterpreterBuilder.create_splat = kept_scalar, kept_splat
 
 
 def _e4m3(convert: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,6 +219,10 @@ def _unwrap(core: Any) -> Callable[[Any], Any]:
     return unwrap_one
 
 
+def _same_or_equal(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or equal(self, other)
+
+
 def _kept_blocks(core: Any) -> Callable[..., None]:
     describe = core.block_type.__init__
 
@@ -184,9 +235,23 @@ def _kept_blocks(core: Any) -> Callable[..., None]:
     def kept(self: Any, element_ty: Any, shape: Any) -> None:
         assert isinstance(shape, list | core.tuple)
         sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
-        self.element_ty = element_ty
+        self.element_ty, self.sizes = element_ty, sizes
         self.shape, self.numel, name = described(sizes)
         self.name = f"{name}{element_ty}>"
+
+    return kept
+
+
+def _kept_element_types(core: Any) -> Callable[..., Any]:
+    known: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def kept(self: Any, scalar_ty: Any) -> Any:
+        if type(scalar_ty) is not core.dtype:  # a pointer: more than its name tells it from others
+            return core.block_type(scalar_ty, list(self.sizes))
+        key = scalar_ty.name, self.sizes
+        if key not in known:
+            known[key] = core.block_type(scalar_ty, list(self.sizes))
+        return known[key]
 
     return kept
 
@@ -200,9 +265,11 @@ def _kept_shapes(core: Any) -> Callable[..., None]:
         describe(value, None, core.block_type(core.int32, list(shape)) if shape else core.int32)
         return value.shape, value.numel
 
+    of_scalar = described(())
+
     def kept(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = described(tuple(type.shape) if type.is_block() else ())
+        self.shape, self.numel = described(type.sizes) if type.is_block() else of_scalar
 
     return kept
 

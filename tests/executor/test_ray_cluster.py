@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_engine import SLOW, FakeRay, expected, make_model_folder
+from fake_engine import SLOW, expected, make_model_folder
+from fake_ray import FakeRay
 from fake_worker import FACTORY, fake_config, step
 from far_agent import with_path
 from process_checks import BOUND_S, is_gone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -140,14 +141,26 @@ def test_dtypes_are_converted(tmp_path, checkpoint, stored, wanted):
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 16}
 
 
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    """gguf_file(family, kind) -> (file, what its tensors mean by name), each made once."""
+
+    @functools.cache
+    def make(family, kind):
+        hf = hf_model(family, **WIDE, attention_bias=True) if family != "Qwen2" else hf_model(family, **WIDE)
+        path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+        expected = write_gguf(path, hf, family.lower(), kind)
+        return path, {name: torch.from_numpy(array.copy()) for name, array in expected.items()}
+
+    return make
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", [*QUANTIZED, *K_QUANTS])
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
-def test_gguf(tmp_path, family, kind, size):
-    hf = hf_model(family, **WIDE, attention_bias=True) if family != "Qwen2" else hf_model(family, **WIDE)
-    path = tmp_path / "model.gguf"
-    expected = write_gguf(path, hf, family.lower(), kind)
-    assert_loads(path, {name: torch.from_numpy(array.copy()) for name, array in expected.items()}, size)
+def test_gguf(gguf_file, family, kind, size):
+    path, expected = gguf_file(family, kind)
+    assert_loads(path, expected, size)
 
 
 def assert_gguf_conforms(path, hf, architecture):
