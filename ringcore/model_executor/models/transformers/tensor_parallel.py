@@ -68,7 +68,7 @@ def shard(
                 shares[name] = ParallelLinear(module, tp, dim, whole)
         elif module is model.get_input_embeddings() and _can_split(module, tp):
             shares[name] = ParallelEmbedding(module, tp)
-    head = _tied_vocabulary(model, layouts, tp, shares)
+    head = _tied_vocabulary(model, layouts, tp, fused, shares)
     for name, share in (shares | head).items():
         parent, leaf = module_of(model, name)
         setattr(parent, leaf, share)
@@ -84,7 +84,11 @@ def shard(
 
 
 def _tied_vocabulary(
-    model: PreTrainedModel, layouts: Mapping[str, TensorLayout], tp: TensorParallel, shares: dict[str, Share]
+    model: PreTrainedModel,
+    layouts: Mapping[str, TensorLayout],
+    tp: TensorParallel,
+    fused: Container[str],
+    shares: dict[str, Share],
 ) -> dict[str, Share]:
     """Embedding and head that share one table, if both can be split: the embedding is added to `shares`, the head,
     which has no tensor of its own, is returned."""
@@ -94,7 +98,8 @@ def _tied_vocabulary(
         return {}
     pair = {f"{names[head]}.weight": f"{names[embedding]}.weight"}
     layout = layouts.get(f"{names[embedding]}.weight")
-    if dict(model.all_tied_weights_keys) != pair or layout is None or not layout.is_whole:
+    is_ours = names[embedding] in fused
+    if is_ours or dict(model.all_tied_weights_keys) != pair or layout is None or not layout.is_whole:
         return {}
     shares[names[embedding]] = ParallelEmbedding(embedding, tp)
     return {names[head]: ParallelLinear(head, tp, 0, whole=True)}
