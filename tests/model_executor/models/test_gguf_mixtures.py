@@ -119,10 +119,44 @@ def test_inputs_rounded_to_8_bits_and_without_a_compiler(tmp_path, monkeypatch):
         block_kernels.cache_clear()
 
 
+@pytest.mark.parametrize("split", [{}, {"expert_parallel": True, "redundant_experts": 2}])
+def test_gate_and_up_of_two_types_stay_each_in_its_own(tmp_path, split):
+    """A share of each expert, which is a part of gate and of up, or whole experts, moved between the ranks too."""
+    kinds = {"ffn_up_exps": "Q6_K", "ffn_down_exps": "Q8_0", "ffn_gate_inp": "F32"}
+    path = Path(write_gguf(tmp_path, "minimax-m2", hf("minimax-m2"), "Q4_K", kinds))
+    expected, size = step(loaded(path, "expanded")), 2 * EXPERTS * HIDDEN * 256
+
+    def run(tp: TensorParallel) -> tuple[torch.Tensor, int]:
+        model = loaded(path, "packed", tp, **split if tp.size > 1 else {})
+        for slots in model.expert_slots:
+            slots.move(ExpertPlacement((3, 2, 1, 1, 0, 3), 4, 2))
+        assert not [reason for reason in model.report().not_fused if "expanded" in reason]
+        return step(model), sum(weight.nbytes for weight in of_experts(model).values())
+
+    per_expert = size * 144 // 256 + size * 210 // 256 + size * 34 // 32
+    for num_ranks in (1, 2):
+        for found, num_bytes in on_all_ranks(num_ranks, run):
+            assert_equal(found, expected)
+            own = 3 if num_ranks == 2 and split else EXPERTS / num_ranks
+            assert num_bytes == per_expert * own / EXPERTS
+
+
+def test_fused_linears_of_two_types_stay_each_in_its_own(tmp_path):
+    kinds = {"attn_v": "Q6_K", "ffn_up": "Q8_0"}
+    path = Path(write_gguf(tmp_path, "llama", hf("llama"), "Q4_0", kinds))
+    expected = step(loaded(path, "expanded"))
+    for size in (1, 2):
+        for found in on_all_ranks(size, lambda tp: step(loaded(path, "packed", tp))):
+            assert_equal(found, expected)
+    model = loaded(path, "packed")
+    assert model.report().fused["layers"] == 2
+    assert sum(weight.nbytes for weight in model.weights()) == stored_bytes(find_model(path), 4)
+
+
 @pytest.mark.parametrize(
     ("kinds", "reason"),
     [
-        ({"ffn_up_exps": "Q8_0"}, "gate and up are Q4_0 and Q8_0"),
+        ({"ffn_up_exps": "F16"}, "gate and up are Q4_0 and numbers"),
         ({"ffn_down_exps": "F16"}, "their type has no kernels here"),
     ],
 )
