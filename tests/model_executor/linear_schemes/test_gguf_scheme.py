@@ -128,6 +128,20 @@ def test_products_of_the_kernels_are_the_reference_s(kind):
         assert torch.equal(GgufMatrix(rows, form).rows(index), weights[index])
 
 
+@pytest.mark.parametrize("kind", sorted(GGUF_BLOCKS))
+def test_sums_of_the_largest_codes_and_inputs_are_whole(kind):
+    """Bits are set but those of the scales in float16: products of bytes are summed in 16 bits where they fit."""
+    form = GgufFormat(kind, rounds_inputs=True)
+    size = {"Q6_K": (208, 210), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q4_1": (0, 4), "Q5_1": (0, 4)}.get(kind, (0, 2))
+    numbers, num_bytes = form.block
+    rows = torch.full((16, num_bytes), 127 if kind == "Q8_0" else 255, dtype=torch.uint8)
+    rows[:, size[0] : size[1]].view(torch.float16).fill_(0.5)
+    weights = GgufMatrix(rows, form).expanded()
+    for x in (torch.ones(1, numbers), torch.ones(9, numbers), -torch.ones(2, numbers)):
+        found = in_kernels(rows, form).multiply(x, torch.empty(len(x), 16))
+        torch.testing.assert_close(found, x @ weights.T, rtol=1e-5, atol=1e-2)
+
+
 @pytest.mark.parametrize("num_rows", [1, 18])
 def test_norm_gate_and_sum_are_in_the_same_call(num_rows):
     form = GgufFormat("Q5_1")
