@@ -18,6 +18,7 @@ from ringcore.kv_cache.spec import DTYPE_BYTES
 __all__ = ["with_gguf_weights"]
 
 _SHARE = 0.5  # of the free memory that expanded weights may take by themselves: the KV cache needs some too
+_VOCABULARY = "token_embd.", "output."
 _ROUTERS = "ffn_gate_inp", "ffn_gate_inp_shexp"  # small, and numbers in most files
 
 
@@ -48,7 +49,7 @@ def _refusal(files: ModelFiles, device: str, host: Host) -> str | None:
 
 
 def _formats(spec: AnySpec, path: str, rounds_inputs: bool) -> Quantization | None:
-    """None where no matrix has a known type. The table and the head of transformers' modules are numbers."""
+    """None where no matrix has a known type."""
     header = read_gguf_header(path)
     record = GGUF_ARCHITECTURES.get(header.metadata["general.architecture"])
     if record is None:
@@ -64,7 +65,7 @@ def _of_record(
     kinds = {
         tensor.removesuffix(".weight"): GGMLQuantizationType(info.ggml_type).name
         for tensor, info in header.tensors.items()
-        if tensor.startswith("blk.") and len(info.shape) > 1
+        if tensor.startswith(("blk.", *_VOCABULARY)) and len(info.shape) > 1
     }
     packed = {
         matrix: kind
@@ -77,10 +78,9 @@ def _of_record(
 
 
 def _of_family(spec: AnySpec, path: str, rounds_inputs: bool) -> Quantization | None:
-    is_native = isinstance(spec, ModelSpec)
     found: dict[str, list[str]] = {}
     for name, kind in GGUFTensors(path, FAMILIES).kinds().items():
-        if kind in GGUF_BLOCKS and (is_native or name.startswith("model.layers.")):
+        if kind in GGUF_BLOCKS:
             found.setdefault(kind, []).append(name.removesuffix(".weight"))
     if isinstance(spec, ModelSpec) and spec.tie_word_embeddings:  # the head multiplies by the table
         for names in found.values():

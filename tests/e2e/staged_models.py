@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.distributed.parallel import SingleRank, Stage
 from ringcore.families import FAMILIES
+from ringcore.host.resources import Host
 from ringcore.kv_cache.planner import plan_kv_cache
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.loader import pending_weights
@@ -27,17 +29,18 @@ __all__ = ["logits_of", "stages_of"]
 _CPU, _MAX_LEN, _BLOCK = torch.device("cpu"), 64, 16
 
 
-def stages_of(folder: str, model_impl: str, num_stages: int) -> list[Any]:
-    """Loaded, as a worker does."""
-    files = find_model(folder)
+def stages_of(model: str, model_impl: str, num_stages: int, gguf_weights: str = "expanded") -> list[Any]:
+    """Loaded, as a worker does. model: a folder or a .gguf file."""
+    files = find_model(model)
     spec = read_model_spec(files, FAMILIES, model_impl)
+    spec = with_gguf_weights(spec, files, gguf_weights, "float32", "cpu", Host())
     models = []
     for index in range(num_stages):
         stage = Stage(index, num_stages)
-        model = build_model(spec, SingleRank(), torch.float32, _MAX_LEN, stage=stage)
-        with torch.inference_mode(), pending_weights(model.weights(), files, 0, _CPU, None, model.may_ignore) as given:
-            model.bind(given)
-        models.append(model)
+        built = build_model(spec, SingleRank(), torch.float32, _MAX_LEN, stage=stage)
+        with torch.inference_mode(), pending_weights(built.weights(), files, 0, _CPU, None, built.may_ignore) as given:
+            built.bind(given)
+        models.append(built)
     return models
 
 

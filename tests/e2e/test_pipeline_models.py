@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from staged_models import logits_of, stages_of
+from test_gguf_causal_lm import random_file
 from transformers_models import saved
 
 from ringcore.errors import ModelLoadError
@@ -34,6 +35,16 @@ def test_stages_are_the_model(tmp_path, model_type, model_impl):
             assert own | elsewhere == names
             assert not own & elsewhere
             assert sum(weight.nbytes for weight in stage.weights()) < sum(w.nbytes for w in whole.weights()) * 0.8
+
+
+def test_a_packed_table_is_in_the_first_stage_and_the_last_where_the_head_is_tied_to_it(tmp_path):
+    path, _ = random_file(tmp_path, "llama", "Q8_0")
+    (whole,) = stages_of(path, "transformers", 1, "packed")
+    stages = stages_of(path, "transformers", 3, "packed")
+    assert torch.equal(logits_of(stages, IDS, 17), logits_of([whole], IDS, 17))
+    table = "model.embed_tokens.weight"
+    kinds = [{weight.dtype for weight in stage.weights() if weight.name == table} for stage in stages]
+    assert kinds == [{torch.uint8}, set(), {torch.uint8}]
 
 
 def skips(monkeypatch, place: str | None) -> None:

@@ -92,6 +92,15 @@ INLINE int zero_of(int kind) {
     }
 }
 
+INLINE int bits_of(int kind) {  // of a code in its byte
+    switch (kind) {
+        case Q4_0: case Q4_1: case Q4_K: return 4;
+        case Q5_0: case Q5_1: case Q5_K: return 5;
+        case Q6_K: return 6;
+        default: return 8;
+    }
+}
+
 INLINE u32x16 spread_bits(u32x16 bits, int first) {  // bits `first` to `first` + 3 to bit 4 of four bytes
     u32x16 four = bits >> first & 15;
     return ((four | four << 7 | four << 14 | four << 21) & 0x01010101) << 4;

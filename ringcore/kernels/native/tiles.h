@@ -163,7 +163,7 @@ INLINE void integer_tile(int R, int S, const Run *runs, int64_t num_groups, cons
         UNROLLED
         for (int r = 0; r < R; r++)
             UNROLLED
-            for (int s = 0; s < S; s++) dots[s][r] = dot_bytes(dots[s][r], codes[s], x[i * R + r]);
+            for (int s = 0; s < S; s++) dots[s][r] = dot_bytes(8, dots[s][r], codes[s], x[i * R + r]);
     }
     x += 8 * num_groups * R;
     UNROLLED
@@ -197,7 +197,8 @@ INLINE void add_rounded(int kind, int R, const Run *run, int64_t block, int inde
         UNROLLED
         for (int j = 0; j < words; j++)
             UNROLLED
-            for (int r = 0; r < R; r++) dots[r] = dot_bytes(dots[r], group.codes[words * half + j], x[(words * half + j) * R + r]);
+            for (int r = 0; r < R; r++)
+                dots[r] = dot_bytes(bits_of(kind), dots[r], group.codes[words * half + j], x[(words * half + j) * R + r]);
         UNROLLED
         for (int r = 0; r < R; r++)
             sum[r] = fma16(__builtin_convertvector(dots[r], f32x16), group.scales[half] * of_row[r], sum[r]);

@@ -213,15 +213,22 @@ INLINE void store_up_to(uint8_t *to, f32x16 x, int64_t n, int32_t kind) {
     memcpy(to, numbers, n * bytes_of_number(kind));
 }
 
-// sums + the four products of unsigned bytes of a and signed bytes of b, of each word.
-INLINE i32x16 dot_bytes(i32x16 sums, u32x16 a, int32_t b) {
+// sums + the four products of unsigned bytes of a, of so many bits, and signed bytes of b, of each word.
+INLINE i32x16 dot_bytes(int bits, i32x16 sums, u32x16 a, int32_t b) {
 #if defined(__AVX512VNNI__)
     return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, _mm512_set1_epi32(b));
 #elif defined(__AVX2__)
-    // Products of two pairs of 16 bits: `maddubs` would saturate.
     union { u32x16 all; __m256i half[2]; } x = {a};
     union { i32x16 all; __m256i half[2]; } s = {sums};
     __m256i word = _mm256_set1_epi32(b), low = _mm256_set1_epi16(255);
+    if (bits < 8) {
+        for (int i = 0; i < 2; i++) {
+            __m256i pairs = _mm256_maddubs_epi16(x.half[i], word);
+            s.half[i] = _mm256_add_epi32(s.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+        return s.all;
+    }
+    // Products of two pairs of 16 bits: of 8 bits `maddubs` would saturate.
     __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(word, 8), 8), odd = _mm256_srai_epi16(word, 8);
     for (int i = 0; i < 2; i++) {
         __m256i of_even = _mm256_madd_epi16(_mm256_and_si256(x.half[i], low), even);

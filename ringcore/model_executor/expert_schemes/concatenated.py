@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 
-__all__ = ["concatenated"]
+__all__ = ["ConcatenatedScheme", "concatenated"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatenatedScheme(ExpertsScheme):
+    """Gate and up, each in its own scheme, on a CPU."""
+
+    pieces: tuple[ExpertsScheme, ...]
+
+    @property
+    def tensors(self) -> tuple[MatrixTensor, ...]:
+        return tuple(tensor for piece in self.pieces for tensor in piece.tensors)
+
+    def weight(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ExpertWeight:
+        return concatenated([piece.weight(tensors, dtype) for piece in self.pieces])
 
 
 def concatenated(pieces: Sequence[ExpertWeight]) -> ExpertWeight:
@@ -18,7 +35,7 @@ def concatenated(pieces: Sequence[ExpertWeight]) -> ExpertWeight:
 
 
 class _Concatenated(ExpertWeight):
-    """Gate and up in act-order: the kernels see the inputs of each in another order."""
+    """Gate and up in act-order, where the kernels see the inputs of each in another order, or of two block types."""
 
     def __init__(self, pieces: Sequence[ExpertWeight]) -> None:
         first = pieces[0]

@@ -22,21 +22,22 @@ __all__ = ["GgufExpertsScheme"]
 
 @dataclass(frozen=True, slots=True)
 class GgufExpertsScheme(ExpertsScheme):
-    """padding: inputs of the blocks before and after the rank's share."""
+    """padding: inputs of the blocks before and after the rank's share. suffix: of the only tensor."""
 
     format: GgufFormat
     num_experts: int  # of the rank
     padding: tuple[int, int] = (0, 0)
+    suffix: str = "_rows"
 
     @property
     def tensors(self) -> tuple[MatrixTensor, ...]:
         """In terms of its numbers."""
-        return (MatrixTensor("_rows", (Outputs(), Inputs())),)
+        return (MatrixTensor(self.suffix, (Outputs(), Inputs())),)
 
     def weight(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ExpertWeight:
-        """_rows: [outputs of all experts, bytes] uint8, on a CPU; of each expert whole runs, interleaved where there
-        are kernels."""
-        rows, kernels = tensors["_rows"], block_kernels()
+        """Of [outputs of all experts, bytes] uint8, on a CPU; of each expert whole runs, interleaved where there are
+        kernels."""
+        rows, kernels = tensors[self.suffix], block_kernels()
         weight: ExpertWeight
         if kernels is None:
             rounding = round_by_block if self.format.rounds_inputs else None

@@ -33,10 +33,11 @@ from ringcore.model_executor.linear_schemes.block_product import BlockProduct
 from ringcore.model_executor.linear_schemes.codes import ByteCodes
 from ringcore.model_executor.linear_schemes.dense import PlainProduct
 from ringcore.model_executor.linear_schemes.expanding_product import ExpandingProduct, sorted_by_group
+from ringcore.model_executor.linear_schemes.padded_product import padded_product
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
-from ringcore.model_executor.linear_schemes.scaled_blocks import scaled_blocks
+from ringcore.model_executor.linear_schemes.scaled_blocks import padded_order, scaled_blocks
 from ringcore.model_executor.weight import Derived
 
 __all__ = ["cpu_product", "is_of_rounded_rows"]
@@ -76,8 +77,9 @@ def _by_kernels(
     if kernels is None:
         return None
     order = None if index is None else index.argsort(stable=True)
-    blocks = scaled_blocks(kernels, [matrix], [order], bias, dtype, by_integers=by_integers)
-    return None if blocks is None else BlockProduct(blocks, dtype, Derived(), order)
+    of_codes, padding = padded_order(matrix) if index is None else (order, (0, 0))
+    blocks = scaled_blocks(kernels, [matrix], [of_codes], bias, dtype, by_integers=by_integers)
+    return None if blocks is None else padded_product(BlockProduct(blocks, dtype, Derived(), order), padding)
 
 
 def _is_of_integers(matrix: QuantizedMatrix, rounding: InputRounding) -> bool:

@@ -17,12 +17,13 @@ from ringcore.model_executor.linear_schemes.block_kernels import (
     block_kernels,
 )
 from ringcore.model_executor.linear_schemes.block_product import BlockProduct
-from ringcore.model_executor.linear_schemes.dense import Dense, dense_product
+from ringcore.model_executor.linear_schemes.dense import Dense
 from ringcore.model_executor.linear_schemes.expanding_product import ExpandingProduct
 from ringcore.model_executor.linear_schemes.gguf_blocks import GgufMatrix, round_by_block
+from ringcore.model_executor.linear_schemes.padded_product import padded_product
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
-from ringcore.model_executor.linear_schemes.shard import LinearShard
+from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard
 from ringcore.model_executor.weight import Derived, Weight
 
 __all__ = ["GgufScheme", "RowsOfBlocks", "in_blocks", "rows_of_blocks"]
@@ -49,7 +50,7 @@ def in_blocks(dense: Weight, form: GgufFormat) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class GgufScheme(LinearScheme):
-    """A rank's share of the inputs that is not of whole blocks is expanded when it is loaded."""
+    """A rank's share of the inputs that cuts a block has the whole of it."""
 
     format: GgufFormat
 
@@ -58,26 +59,27 @@ class GgufScheme(LinearScheme):
         return self.format.tensors
 
     def weights(self, shard: LinearShard) -> dict[str, Weight]:
-        dense = Dense().weights(shard)
-        if not self._is_whole(shard):
-            return dense
+        dense = Dense().weights(replace(shard, inputs=self._whole_blocks(shard.inputs)))
         return {suffix: in_blocks(weight, self.format) for suffix, weight in dense.items()}
 
     def product(
         self, shard: LinearShard, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, updatable: bool
     ) -> Product:
-        rows = tensors["weight"]
-        if not self._is_whole(shard):
-            return dense_product(rows, bias, updatable, shard.prefers_float32)
+        rows, own, held = tensors["weight"], shard.inputs, self._whole_blocks(shard.inputs)
+        padding = own.start - held.start, held.start + held.length - own.start - own.length
+        return padded_product(self._product(rows, shard.dtype, bias), padding)
+
+    def _product(self, rows: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
         kernels = block_kernels() if rows.device.type == "cpu" else None
         if kernels is not None:
             derived = Derived()
             floats = None if bias is None else derived.make(bias.float)
-            layout = BlockLayout.of_file(self.format, shard.dtype)
-            return BlockProduct(KernelMatrix(kernels, rows, layout, floats), shard.dtype, derived)
+            layout = BlockLayout.of_file(self.format, dtype)
+            return BlockProduct(KernelMatrix(kernels, rows, layout, floats), dtype, derived)
         rounding = round_by_block if self.format.rounds_inputs else None
         return ExpandingProduct(GgufMatrix(rows, self.format), bias, rounding=rounding)
 
-    def _is_whole(self, shard: LinearShard) -> bool:
+    def _whole_blocks(self, inputs: InputSlice) -> InputSlice:
         numbers, _ = self.format.block
-        return shard.inputs.start % numbers == 0 and shard.inputs.length % numbers == 0
+        start, end = inputs.start // numbers * numbers, -(-(inputs.start + inputs.length) // numbers) * numbers
+        return replace(inputs, start=start, length=end - start)

@@ -128,6 +128,20 @@ def test_products_of_the_kernels_are_the_reference_s(kind):
         assert torch.equal(GgufMatrix(rows, form).rows(index), weights[index])
 
 
+@pytest.mark.parametrize("kind", sorted(GGUF_BLOCKS))
+def test_sums_of_the_largest_codes_and_inputs_are_whole(kind):
+    """Bits are set but those of the scales in float16: products of bytes are summed in 16 bits where they fit."""
+    form = GgufFormat(kind, rounds_inputs=True)
+    size = {"Q6_K": (208, 210), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q4_1": (0, 4), "Q5_1": (0, 4)}.get(kind, (0, 2))
+    numbers, num_bytes = form.block
+    rows = torch.full((16, num_bytes), 127 if kind == "Q8_0" else 255, dtype=torch.uint8)
+    rows[:, size[0] : size[1]].view(torch.float16).fill_(0.5)
+    weights = GgufMatrix(rows, form).expanded()
+    for x in (torch.ones(1, numbers), torch.ones(9, numbers), -torch.ones(2, numbers)):
+        found = in_kernels(rows, form).multiply(x, torch.empty(len(x), 16))
+        torch.testing.assert_close(found, x @ weights.T, rtol=1e-5, atol=1e-2)
+
+
 @pytest.mark.parametrize("num_rows", [1, 18])
 def test_norm_gate_and_sum_are_in_the_same_call(num_rows):
     form = GgufFormat("Q5_1")
@@ -188,16 +202,26 @@ def test_a_model_in_blocks_is_the_expanded_one(tmp_path, kind, size):
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-def test_shares_that_are_no_whole_blocks_are_expanded(tmp_path):
-    """Two ranks have 48 of 96 inputs of `down_proj` each."""
+@pytest.fixture(params=["kernels", "no compiler"])
+def with_and_without_kernels(request, monkeypatch):
+    if request.param == "no compiler":
+        monkeypatch.setenv("PATH", "/nowhere")
+    block_kernels.cache_clear()
+    yield
+    block_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("with_and_without_kernels")
+def test_two_ranks_each_have_the_block_that_is_cut_between_them(tmp_path):
+    """They have 48 of 96 inputs of `down_proj` each: blocks 0 and 1, and 1 and 2."""
     write_gguf(tmp_path / "x.gguf", hf(tied=False, intermediate_size=96), "llama", "Q8_0")
     expected = logits(tmp_path / "x.gguf", packed=False)
 
     def run(tp):
         model = build_model(spec_of(tmp_path / "x.gguf", True), tp, torch.float32, MAX_LEN)
-        of_name = {weight.name: weight.dtype for weight in model.weights()}
-        assert of_name["layers.0.down_proj.weight"] == torch.float32
-        assert of_name["layers.0.gate_up_proj.weight"] == of_name["lm_head.weight"] == torch.uint8
+        of_name = {weight.name: weight for weight in model.weights()}
+        assert of_name["layers.0.down_proj.weight"].shape == (256, 2 * 34)
+        assert {weight.dtype for name, weight in of_name.items() if "norm" not in name} == {torch.uint8}
         return logits(tmp_path / "x.gguf", True, tp)
 
     for found in on_all_ranks(2, run):
@@ -286,6 +310,6 @@ def test_which_files_stay_packed(tmp_path, checkpoint):
     by_transformers = read_model_spec(files, FAMILIES, "transformers"), files
     packed = quantization("auto", host=SmallHost(1), given=by_transformers)
     assert packed.format_of("model.layers.1.self_attn.q_proj") == GgufFormat("Q4_0")
-    assert packed.format_of("lm_head") is packed.format_of("model.embed_tokens") is None, "they are the model's own"
+    assert packed.format_of("model.embed_tokens") == GgufFormat("Q4_0"), "which the model's tied head has too"
     write_gguf(path, hf(), "llama", "F16")
     assert quantization("packed", given=(spec, find_model(path))) is None  # nothing is packed in the file

@@ -17,6 +17,7 @@ from ringcore.model_executor.linear_schemes.expanding_product import ExpandingPr
 from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
 from ringcore.model_executor.linear_schemes.scaled_blocks import scaled_blocks
+from ringcore.model_executor.residual import Residual
 
 pytestmark = pytest.mark.skipif(block_kernels() is None, reason="no C compiler")
 
@@ -100,12 +101,40 @@ def test_products_of_integers_are_exact(dtype):
         assert torch.allclose(product(x, NO_TOKEN_CONTEXT).double(), exact, rtol=error)
 
 
+@pytest.mark.parametrize(("start", "length"), [(0, 48), (48, 56), (104, 280), (344, 40)])
+@pytest.mark.parametrize("name", ["4 bits, zeros", "4 bits by channel", "int8 by channel", "fp8"])
+def test_a_share_that_cuts_blocks_is_of_whole_ones_with_inputs_that_are_0(name, start, length):
+    """As a rank has it: groups of 128 inputs are cut within 32."""
+    whole, end = MATRICES[name], start + length
+    size, codes = whole.groups.size, whole.codes
+    if isinstance(codes, WordCodes):
+        own = WordCodes(
+            codes.words[:, start * codes.bits // 8 : end * codes.bits // 8].contiguous(), codes.bits, length
+        )
+    else:
+        own = ByteCodes(codes.tensor[:, start:end].contiguous())
+    of_share = slice(start // size, -(-end // size))
+    zeros = None if whole.zeros is None else whole.zeros[:, of_share]
+    matrix = replace(whole, codes=own, scales=whole.scales[:, of_share], groups=Groups(size, start % size), zeros=zeros)
+    weights, bias = whole.expanded()[:, start:end], torch.randn(OUTPUTS)
+    assert torch.equal(matrix.expanded(), weights)
+    product = cpu_product(matrix, bias, torch.float32, updatable=False, rounding=None)
+    assert not isinstance(product, ExpandingProduct)
+    for num_rows in (1, 3, 20):
+        x = torch.randn(num_rows, length, generator=torch.Generator().manual_seed(num_rows))
+        expected = x @ weights.T + bias
+        close = {"atol": 1e-5 * float(expected.abs().max()), "rtol": 1e-5}
+        torch.testing.assert_close(product(x, NO_TOKEN_CONTEXT), expected, **close)
+        hidden = Residual(torch.ones(num_rows, OUTPUTS))
+        product.add_to(hidden, x, NO_TOKEN_CONTEXT)
+        torch.testing.assert_close(hidden.rows, expected + 1, **close)
+
+
 @pytest.mark.parametrize(
     "matrix",
     [
         made("w4", 16),  # two scales in a block
         replace(made("w8", 32), zeros=torch.full((OUTPUTS, INPUTS // 32), 256, dtype=torch.int16)),
-        QuantizedMatrix(ByteCodes(torch.ones(4, 40, dtype=torch.int8)), torch.ones(4, 1), Groups(40)),
     ],
 )
 def test_what_the_kernels_do_not_take_is_expanded(matrix):

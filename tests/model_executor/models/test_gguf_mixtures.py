@@ -2,88 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dense_attention import DenseRun
 from gguf_models import write_gguf
 from thread_tp import on_all_ranks
+from written_gguf import CPU, EXPERTS, HIDDEN, assert_equal, built, hf, loaded, step, written
 
-from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.checkpoint import find_model
 from ringcore.checkpoint.expected_tensors import stored_bytes
 from ringcore.checkpoint.quantization import GGUF_BLOCKS
 from ringcore.config import EngineConfig
-from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import CapacityError, InvalidRequestError
-from ringcore.families import FAMILIES
 from ringcore.front_end.start_checks import check_host_memory
 from ringcore.host.resources import Host
 from ringcore.model_executor.linear_schemes.block_kernels import block_kernels
-from ringcore.model_executor.loader import load_weights, pending_weights
-from ringcore.model_executor.models import build_model
+from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.tensor_source import open_source
 from ringcore.model_executor.weight_update import WeightUpdate
 from ringcore.protocol.expert_placement import ExpertPlacement
 
-CPU, MAX_LEN = torch.device("cpu"), 64
-IDS = [(7 * i + i * i) % 97 for i in range(40)]
-HIDDEN, EXPERTS = 256, 4
-SIZES = {
-    "vocab_size": 97, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN, "num_experts_per_tok": 2, "head_dim": 64,
-    "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1, "tie_word_embeddings": False,
-}  # fmt: skip
-OF_EXPERTS = {"num_experts": EXPERTS, "moe_intermediate_size": 256, "intermediate_size": 256}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **OF_EXPERTS},
-    "qwen2moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 256, **OF_EXPERTS},
-    "minimax-m2": {"model_type": "minimax_m2", "num_local_experts": EXPERTS, "intermediate_size": 256},
-}
-
-
-@functools.cache
-def hf(architecture: str, seed: int = 1, **changes: Any) -> Any:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    options = SIZES | MODELS[architecture] | changes
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[options["model_type"]].from_dict(options)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2 if "norm" in name or parameter.ndim < 2 else 0.08)
-    return model
-
-
-def written(folder: Path, architecture: str, kind: str, seed: int = 1, down: str | None = None, **changes: Any) -> Path:
-    kinds = {"ffn_gate_inp": "F32", "ffn_down_exps": down or kind}
-    folder.mkdir(exist_ok=True)
-    return Path(write_gguf(folder, architecture, hf(architecture, seed, **changes), kind, kinds))
-
-
-def built(path: Path, asked: str, tp: TensorParallel | None = None, **options: Any) -> Any:
-    files = find_model(path)
-    spec = with_gguf_weights(read_model_spec(files, FAMILIES), files, asked, "float32", "cpu", Host())
-    return build_model(spec, tp or SingleRank(), torch.float32, MAX_LEN, **options)
-
-
-def loaded(path: Path, asked: str, tp: TensorParallel | None = None, **options: Any) -> Any:
-    model = built(path, asked, tp, **options)
-    with pending_weights(model.weights(), find_model(path), 0, CPU, may_ignore=model.may_ignore) as tensors:
-        model.bind(tensors)
-    return model
-
-
-def step(model: Any) -> torch.Tensor:
-    return DenseRun(model, MAX_LEN, 1, device=CPU).step({0: IDS})
-
-
-def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=3e-4 * float(expected.abs().max()), rtol=0)
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+MIXTURES = "qwen3moe", "qwen2moe", "minimax-m2"
 
 
 def of_experts(model: Any) -> dict[str, Any]:
@@ -103,7 +45,7 @@ def test_every_type_on_one_rank_and_two(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K"])
 @pytest.mark.parametrize("architecture", ["qwen2moe", "minimax-m2"])
 def test_two_ranks_have_shares_of_linears_too(tmp_path, architecture, kind):
-    """Of attention and of shared experts: in blocks, and as numbers where a share cuts a block of 256."""
+    """Of attention and of shared experts: of minimax-m2's 128 inputs of o_proj each rank has the one block of 256."""
     path = written(tmp_path, architecture, kind)
     expected = step(loaded(path, "expanded"))
 
@@ -113,12 +55,12 @@ def test_two_ranks_have_shares_of_linears_too(tmp_path, architecture, kind):
 
     for found, dtypes in on_all_ranks(2, run):
         assert_equal(found, expected)
-        assert dtypes == {torch.uint8 if kind == "Q4_0" else torch.float32}
+        assert dtypes == {torch.uint8}
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", MIXTURES)
 def test_what_is_in_memory_is_what_is_in_the_file(tmp_path, architecture):
-    """But for the table and the head. Gate and up in another type than down, as files of mixed types have them."""
+    """Gate and up in another type than down, as files of mixed types have them."""
     path = written(tmp_path, architecture, "Q4_K", down="Q6_K")
     model = loaded(path, "packed")
     assert_equal(step(model), step(loaded(path, "expanded")))
@@ -126,9 +68,8 @@ def test_what_is_in_memory_is_what_is_in_the_file(tmp_path, architecture):
     assert {name.rpartition("_")[2] for name in rows} == {"rows"}
     size = 2 * EXPERTS * HIDDEN * 256
     assert sum(weight.nbytes for weight in rows.values()) == size * 2 * 144 // 256 + size * 210 // 256
-    table_and_head = 2 * 97 * HIDDEN * 4
-    held = sum(weight.nbytes for weight in model.weights()) - table_and_head
-    assert held < stored_bytes(find_model(path), 4) < path.stat().st_size
+    held = sum(weight.nbytes for weight in model.weights())
+    assert held <= stored_bytes(find_model(path), 4) < path.stat().st_size
     assert all(layer.mlp.experts.gate_up_proj.is_meta for layer in model._model.model.layers), "nothing is expanded"
     assert not [reason for reason in model.report().not_fused if "expanded" in reason]
 
@@ -178,10 +119,44 @@ def test_inputs_rounded_to_8_bits_and_without_a_compiler(tmp_path, monkeypatch):
         block_kernels.cache_clear()
 
 
+@pytest.mark.parametrize("split", [{}, {"expert_parallel": True, "redundant_experts": 2}])
+def test_gate_and_up_of_two_types_stay_each_in_its_own(tmp_path, split):
+    """A share of each expert, which is a part of gate and of up, or whole experts, moved between the ranks too."""
+    kinds = {"ffn_up_exps": "Q6_K", "ffn_down_exps": "Q8_0", "ffn_gate_inp": "F32"}
+    path = Path(write_gguf(tmp_path, "minimax-m2", hf("minimax-m2"), "Q4_K", kinds))
+    expected, size = step(loaded(path, "expanded")), 2 * EXPERTS * HIDDEN * 256
+
+    def run(tp: TensorParallel) -> tuple[torch.Tensor, int]:
+        model = loaded(path, "packed", tp, **split if tp.size > 1 else {})
+        for slots in model.expert_slots:
+            slots.move(ExpertPlacement((3, 2, 1, 1, 0, 3), 4, 2))
+        assert not [reason for reason in model.report().not_fused if "expanded" in reason]
+        return step(model), sum(weight.nbytes for weight in of_experts(model).values())
+
+    per_expert = size * 144 // 256 + size * 210 // 256 + size * 34 // 32
+    for num_ranks in (1, 2):
+        for found, num_bytes in on_all_ranks(num_ranks, run):
+            assert_equal(found, expected)
+            own = 3 if num_ranks == 2 and split else EXPERTS / num_ranks
+            assert num_bytes == per_expert * own / EXPERTS
+
+
+def test_fused_linears_of_two_types_stay_each_in_its_own(tmp_path):
+    kinds = {"attn_v": "Q6_K", "ffn_up": "Q8_0"}
+    path = Path(write_gguf(tmp_path, "llama", hf("llama"), "Q4_0", kinds))
+    expected = step(loaded(path, "expanded"))
+    for size in (1, 2):
+        for found in on_all_ranks(size, lambda tp: step(loaded(path, "packed", tp))):
+            assert_equal(found, expected)
+    model = loaded(path, "packed")
+    assert model.report().fused["layers"] == 2
+    assert sum(weight.nbytes for weight in model.weights()) == stored_bytes(find_model(path), 4)
+
+
 @pytest.mark.parametrize(
     ("kinds", "reason"),
     [
-        ({"ffn_up_exps": "Q8_0"}, "gate and up are Q4_0 and Q8_0"),
+        ({"ffn_up_exps": "F16"}, "gate and up are Q4_0 and numbers"),
         ({"ffn_down_exps": "F16"}, "their type has no kernels here"),
     ],
 )

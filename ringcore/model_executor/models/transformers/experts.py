@@ -160,10 +160,11 @@ class Experts:
                     self._expanded[found] += 1
                     continue
                 layouts.pop(path)
-                rows, self._packed[path] = found
-                layouts[rows.name] = rows
+                of_blocks, self._packed[path] = found
+                rows = {one.name: one for one in of_blocks}
+                layouts |= rows
                 if self._layouts.pop(path, None) is not None:
-                    self._layouts[rows.name] = rows
+                    self._layouts |= rows
 
     def bind(self, expert_parallel: bool, tiles: SearchedTiles | None = None) -> None:
         """After the tensors of the modules are bound; those of other stages have none. tiles: what a search found."""

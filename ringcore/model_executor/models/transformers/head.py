@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringcore.model_executor.models.transformers.body import Body
-from ringcore.model_executor.models.transformers.linears import ParallelLinear
 from ringcore.model_executor.models.transformers.refusal import Refused, in_one_line
 
 __all__ = ["check_head", "head_of", "logits_of"]
@@ -43,11 +42,9 @@ def logits_of(head: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def check_head(
-    head: PreTrainedModel, linear: nn.Module | None, hidden_size: int, vocab_size: int
-) -> ParallelLinear | None:
-    """The linear whose product of hidden rows the logits are, where nothing comes before or after it. linear: of the
-    head. Raises `Refused` for a head that needs more than hidden rows."""
+def check_head(head: PreTrainedModel, linear: nn.Module | None, hidden_size: int, vocab_size: int) -> bool:
+    """Whether the logits are the linear's product of hidden rows, with nothing before or after it. linear: of the head,
+    on meta. Raises `Refused` for a head that needs more than hidden rows."""
     hidden = torch.empty(3, hidden_size, dtype=head.config.dtype, device="meta")
     products: list[torch.Tensor] = []
 
@@ -63,6 +60,4 @@ def check_head(
         raise Refused(f"its logits need more than the last hidden states: {in_one_line(error)}") from error
     if shape != (3, vocab_size):
         raise Refused(f"it has {shape[-1]} logits, but its configuration says vocab_size {vocab_size}")
-    if isinstance(linear, ParallelLinear) and any(product is logits for product in products):
-        return linear
-    return None
+    return any(product is logits for product in products)

@@ -4,7 +4,7 @@ in place of those that compute the same."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from ringcore.model_executor.models.transformers.head import check_head, head_of
 from ringcore.model_executor.models.transformers.linears import ParallelLinear, take_part, use_products
 from ringcore.model_executor.models.transformers.mixtures import Mixtures
 from ringcore.model_executor.models.transformers.needs import Need
+from ringcore.model_executor.models.transformers.packed_vocabulary import PackedHead, PackedVocabulary
 from ringcore.model_executor.models.transformers.quantized_linears import dense_names, replace_quantized
 from ringcore.model_executor.models.transformers.refusal import Refused, refusals_of
 from ringcore.model_executor.models.transformers.routers import Routers
@@ -105,23 +106,25 @@ class TransformersModel(CausalLM):
         self._fusion = Fusion.of(body, calls, layouts, dtype, tp.size, num_positions)
         layers = self._fusion.recognised.layers
         chain = read_chain(body, layers, num_layers, num_positions) if self.stage.size > 1 else None
-        replaced = self._fusion.replaced
-        shares = self._split(model, layouts, tp, spec.quantization)
+        vocabulary = PackedVocabulary.of(model, layouts, spec.quantization)
+        replaced = self._fusion.replaced | vocabulary.replaced
+        shares = self._split(model, layouts, tp, spec.quantization, replaced)
         on_rank = whole if tp.size == 1 else record(body, num_positions)
         make_buffers(model)
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
-        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
+        self.vocab_size, self.hidden_size, self._num_attention_layers = spec.vocab_size, spec.hidden_size, len(whole)
         self.attention_layers = _attention_layers(calls, on_rank, tp.size, ours)
         of_calls = zip(on_rank, self.attention_layers, strict=True)
         self._layers = {call.module: layer for call, layer in of_calls if isinstance(layer, Attention)}
-        self._quantized = replace_quantized(model, layouts, replaced, spec.quantization, tp, dtype, scheme_of)
-        replaced = replaced | self._quantized.keys()
+        is_plain = check_head(head_of(body), model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
+        linears = replace_quantized(model, layouts, replaced, spec.quantization, tp, dtype, scheme_of)
+        self._quantized = vocabulary.install(model, spec.quantization, tp, dtype, scheme_of) | linears
         use_products(model, self._fusion.linears, tp)
         self._model, self._head = model, head_of(body)
-        self._plain_head = check_head(self._head, model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
+        self._plain_head = model.get_output_embeddings() if is_plain else None
         take_part(model, tp)
         model.config._attn_implementation = _ATTENTION
-        self._own_weights, self._num_attention_layers = _weights(layouts, shares, replaced), len(whole)
+        self._own_weights = _weights(layouts, shares, replaced | linears.keys())
         self._staged: StagedBody | None = None
         self.elsewhere: list[Weight] = [weight for layout in layouts.values() for weight in layout.elsewhere()]
         if chain is not None:
@@ -134,6 +137,7 @@ class TransformersModel(CausalLM):
         layouts: dict[str, TensorLayout],
         tp: TensorParallel,
         quantization: Quantization | None,
+        replaced: Container[str],
     ) -> Mapping[str, Share]:
         """Leaves the model this rank's share of what is not replaced."""
         self._experts = Experts(model, quantization)
@@ -143,12 +147,12 @@ class TransformersModel(CausalLM):
         self._experts.pack(layouts)
         if tp.size == 1:
             return {}
-        return shard(model, layouts, tp.detached(), self._fusion.replaced)
+        return shard(model, layouts, tp.detached(), replaced)
 
     def _take_stage(self, body: Body, chain: LayerChain, dtype: torch.dtype) -> None:
         fused = {f"{body.path}.{path}": weights for path, weights in self._fusion.weights().items()}
         weights = {weight.name: [weight] for weight in self._own_weights} | fused
-        weights |= {f"{path}.weight": linear.weights() for path, linear in self._quantized.items()}
+        weights |= {f"{path}.weight": one.layer.weights() for path, one in self._quantized.items()}
         self._staged = staged = StagedBody(body, chain, self.stage, weights)
         self.elsewhere += [one for name, of_name in weights.items() if not staged.has(name) for one in of_name]
         self._own_weights = [weight for weight in self._own_weights if staged.has(weight.name)]
@@ -169,7 +173,7 @@ class TransformersModel(CausalLM):
         return ModelReport("transformers", self._num_attention_layers, counts, [*reasons, *self._experts.reasons()])
 
     def weights(self) -> Sequence[Weight]:
-        of_ours = [*self._fusion.weights().values(), *(linear.weights() for linear in self._quantized.values())]
+        of_ours = [*self._fusion.weights().values(), *(one.layer.weights() for one in self._quantized.values())]
         own = (self._experts.declared(weight) for weight in self._own_weights)
         return [*own, *(weight for one in of_ours for weight in one)]
 
@@ -198,7 +202,8 @@ class TransformersModel(CausalLM):
         self._fusion.bind(seen, updatable)
         device = seen.device
         for name, source in self._model.all_tied_weights_keys.items():
-            if self._staged is not None and not self._staged.ties(name, source):
+            is_elsewhere = self._staged is not None and not self._staged.ties(name, source)
+            if is_elsewhere or name.removesuffix(".weight") in self._quantized:
                 continue
             module, leaf = module_of(self._model, name)
             module._parameters[leaf] = self._model.get_parameter(source)
@@ -236,7 +241,7 @@ class TransformersModel(CausalLM):
     ) -> torch.Tensor:
         """hidden: [n, hidden_size] -> logits [n, vocab_size], float32, equal on every rank; in `out` where given.
         tokens: nothing here depends on it."""
-        if out is not None and self._plain_head is not None:
+        if out is not None and isinstance(self._plain_head, ParallelLinear | PackedHead):
             return self._plain_head.write(hidden, out)
         logits = logits_of(self._head, hidden)
         return logits.float().contiguous() if out is None else out.copy_(logits)

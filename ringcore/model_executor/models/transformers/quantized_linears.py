@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
-from ringcore.checkpoint.quantization import Format, Quantization
+from ringcore.checkpoint.quantization import Format, GgufFormat, Quantization
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
@@ -17,7 +17,6 @@ from ringcore.model_executor.linear_schemes.shard import OutputSlice
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
 from ringcore.model_executor.models.transformers.linears import ParallelLinear
 from ringcore.model_executor.models.transformers.refusal import Refused
-from ringcore.model_executor.weight import Weight
 
 __all__ = ["QuantizedLinear", "dense_names", "quantized_shapes", "replace_quantized"]
 
@@ -56,9 +55,6 @@ class QuantizedLinear(nn.Module):
             x = x.chunk(self.tp.size, -1)[self.tp.rank]
         out = self.layer(x.reshape(-1, x.shape[-1]).contiguous(), NO_TOKEN_CONTEXT).view(*x.shape[:-1], -1)
         return self.tp.all_gather_last_dim(out) if self.dim == 0 and self.whole else out
-
-    def weights(self) -> list[Weight]:
-        return self.layer.weights()
 
 
 def dense_names(found: Iterable[str], quantization: Quantization | None) -> list[str]:
@@ -106,7 +102,7 @@ def replace_quantized(
 ) -> dict[str, QuantizedLinear]:
     """Puts ours in the place of every quantized linear but those of `replaced`; -> by path.
 
-    Raises `Refused` for a quantized head.
+    Raises `Refused` for a quantized head. In blocks of a GGUF file it is the vocabulary's, or read as numbers.
     """
     linears: dict[str, QuantizedLinear] = {}
     for path, module in [] if quantization is None else list(model.named_modules()):
@@ -116,9 +112,10 @@ def replace_quantized(
         assert isinstance(module, nn.Linear | ParallelLinear), path
         matrix = layout.pieces[0].checkpoint_name.removesuffix(".weight")
         form: Format | None = None if quantization is None else quantization.format_of(matrix)
-        if form is None:
+        is_head = module is model.get_output_embeddings()
+        if form is None or (is_head and isinstance(form, GgufFormat)):
             continue
-        if module is model.get_output_embeddings():
+        if is_head:
             raise Refused(f"its head {matrix!r} is quantized; quantize the model without it")
         shape = layout.shape[0], layout.shape[1]
         linears[path] = QuantizedLinear(path, module, shape, matrix, tp, dtype, scheme_of)

@@ -72,7 +72,7 @@ def shard(
             shares[name] = ParallelEmbedding(module, tp)
     for name in _needing_whole_rows(model, shares):
         del shares[name]
-    head = _tied_vocabulary(model, layouts, tp, shares)
+    head = _tied_vocabulary(model, layouts, tp, fused, shares)
     for name, share in (shares | head).items():
         parent, leaf = module_of(model, name)
         setattr(parent, leaf, share)
@@ -104,7 +104,11 @@ def _needing_whole_rows(model: PreTrainedModel, shares: Mapping[str, Share]) -> 
 
 
 def _tied_vocabulary(
-    model: PreTrainedModel, layouts: Mapping[str, TensorLayout], tp: TensorParallel, shares: dict[str, Share]
+    model: PreTrainedModel,
+    layouts: Mapping[str, TensorLayout],
+    tp: TensorParallel,
+    fused: Container[str],
+    shares: dict[str, Share],
 ) -> dict[str, Share]:
     """Embedding and head that share one table, if both can be split: the embedding is added to `shares`, the head,
     which has no tensor of its own, is returned."""
@@ -114,7 +118,8 @@ def _tied_vocabulary(
         return {}
     pair = {f"{names[head]}.weight": f"{names[embedding]}.weight"}
     layout = layouts.get(f"{names[embedding]}.weight")
-    if dict(model.all_tied_weights_keys) != pair or layout is None or not layout.is_whole:
+    is_ours = names[embedding] in fused
+    if is_ours or dict(model.all_tied_weights_keys) != pair or layout is None or not layout.is_whole:
         return {}
     shares[names[embedding]] = ParallelEmbedding(embedding, tp)
     return {names[head]: ParallelLinear(head, tp, 0, whole=True)}
