@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch.distributions import Distribution
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,13 +21,32 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return False
 
 
-@contextmanager
-def no_checked_values() -> Iterator[None]:
+class _Checks:
+    """Whether torch's distributions check values by default, which is one setting of the process."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_without, self._before = threading.Lock(), 0, True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if not self._num_without:
+                self._before = Distribution._validate_args
+                Distribution.set_default_validate_args(False)
+            self._num_without += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_without -= 1
+                if not self._num_without:
+                    Distribution.set_default_validate_args(self._before)
+
+
+_checks = _Checks()
+
+
+def no_checked_values() -> AbstractContextManager[None]:
     """Within it torch's distributions do not check the values of what they are given: on meta there are none. Gemma 3n
     takes a quantile of a normal distribution in each MLP."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+    return _checks.off()
