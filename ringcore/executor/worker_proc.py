@@ -6,6 +6,7 @@ arrive by the control queue: see `control_thread`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import threading
@@ -29,6 +30,7 @@ from ringcore.executor.value_codec import encode_value
 from ringcore.executor.waiting import PeerDied
 from ringcore.executor.wire import CALL, CREATED, STEP, STEP_METHOD, CallHead, pack_reply, unpack_call
 from ringcore.executor.worker_calls import Outcome, failed, prepare_call
+from ringcore.host.collection import without_collection
 from ringcore.protocol.codec import decoder, encoder
 from ringcore.protocol.methods import RpcMethod
 from ringcore.protocol.steps import PendingOutput, SchedulerOutput
@@ -95,10 +97,10 @@ def main(payload: bytes, fds: dict[str, int]) -> None:
     control.serve(worker, [method.name for method in methods if method.read_only])
     created = WorkerCreated(methods, began_s, time.monotonic() - began_s)
     link.reply(creation, Outcome(False, encode_value(created)))
+    gc.freeze()  # what was imported lives as long as the process: later collections, which hold a step up, skip it
     status.end()
     try:
-        is_output_rank = start.rank == start.config.parallel.layout.output_rank
-        _Loop(worker, link, status, start.spin_s, is_output_rank).run()
+        _Loop(worker, link, status, start.spin_s, start.rank == start.config.parallel.layout.output_rank).run()
     except RingClosed:
         if not shut_down(worker):
             raise SystemExit(1) from None
@@ -118,7 +120,8 @@ def create_worker(factory: str, config: EngineConfig, rank: int, rendezvous: str
     namespace = vars(importlib.import_module(module))
     if function not in namespace:
         raise ConfigError(f"worker_factory={factory!r}: no such function", option="worker_factory", value=factory)
-    return namespace[function](config, rank, rendezvous)
+    with without_collection():  # which takes a tenth of torch's import
+        return namespace[function](config, rank, rendezvous)
 
 
 def shut_down(worker: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -157,6 +158,11 @@ class FakeWorker:
     @rpc
     def who(self) -> dict:
         return {"rank": self.rank, "pid": os.getpid(), "meeting": self.meeting_file}
+
+    @rpc
+    def collection(self) -> tuple[bool, int]:
+        """Whether garbage is collected, and how many objects are left out."""
+        return gc.isenabled(), gc.get_freeze_count()
 
     @rpc
     def environment(self, name: str) -> str | None:

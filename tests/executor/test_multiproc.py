@@ -65,6 +65,12 @@ def test_each_rank_is_a_process_of_its_own(pair):
     assert os.getpid() not in pair.pids().values()
 
 
+def test_what_a_worker_imports_is_no_garbage_to_look_for(pair):
+    for is_enabled, num_frozen in pair.collective_rpc("collection"):
+        assert is_enabled
+        assert num_frozen > 10_000
+
+
 def test_the_ranks_meet_in_a_private_file_without_a_name(private_tmp):
     with running(2) as executor:
         first, second = executor.collective_rpc("who")
