@@ -73,11 +73,12 @@ def write_config(model_type: str, folder: Path, **changes: Any) -> str:
 @torch.no_grad()
 def random_model(folder: str, seed: int = 0):
     """Weights that make attention matter: logits far apart, and other ones for other prompts."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(folder)
-    auto = AutoModelForMultimodalLM if config.get_text_config() is not config else AutoModelForCausalLM
+    is_text = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForCausalLM if is_text else AutoModelForMultimodalLM
     model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -89,9 +90,11 @@ def forget_padding(model: PreTrainedModel) -> None:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """By the kind of model that the checkpoint has, of which the text model may be a part."""
-    is_part = config.get_text_config() is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-    return AutoModelForMultimodalLM if is_part else AutoModelForCausalLM
+    """By the kind of model that the checkpoint has, of which the text model may be a part. Some are text alone and yet
+    listed among the others only (Mistral 4)."""
+    is_text = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    is_other = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForMultimodalLM if is_other and not is_text else AutoModelForCausalLM
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
