@@ -27,6 +27,7 @@ from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
+from ringcore.model_executor.models.transformers import construction
 from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
@@ -194,6 +195,16 @@ def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(fused_model, "recognise", lambda *_: Recognised())
     with pytest.raises(ModelLoadError, match=r"llama: .*(cannot be split over 4 ranks|pass without values fails)"):
         built(tmp_path, Rank(0, 4))
+
+
+def test_a_package_that_is_missing_is_what_a_model_needs(tmp_path, monkeypatch):
+    def build(*_):
+        raise ImportError("TimmWrapperModel requires the timm library")
+
+    monkeypatch.setattr(construction, "build_on_meta", build)
+    with pytest.raises(ModelLoadError, match="ImportError: TimmWrapperModel requires the timm library") as caught:
+        built(written(tmp_path, "llama"))
+    assert caught.value.details["need"] == Need.PACKAGE.name
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

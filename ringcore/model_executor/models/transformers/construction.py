@@ -64,7 +64,8 @@ def on_meta(spec: TransformersSpec, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:  # transformers' checks of a configuration raise many types
         if isinstance(error, KeyError) and RECORD in error.args:
             raise Refused("its attention is its own code, which nothing can replace", Need.INTERFACE) from error
-        raise Refused(f"transformers cannot build it: {in_one_line(error)}", Need.CONFIGURATION) from error
+        need = Need.PACKAGE if isinstance(error, ImportError) else Need.CONFIGURATION
+        raise Refused(f"transformers cannot build it: {in_one_line(error)}", need) from error
 
 
 def build_on_meta(config: dict[str, Any], dtype: torch.dtype, attention: str) -> PreTrainedModel:

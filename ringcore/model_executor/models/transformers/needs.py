@@ -20,6 +20,7 @@ class Need(Enum):
     INDEPENDENCE = ("layers that compute each token by itself", False)
     NO_VALUES = ("a pass that asks for no values of tensors, and makes no masks of its own", False)
     CONFIGURATION = ("the configuration of a published model: the default one cannot be built", False)
+    PACKAGE = ("a package that is not installed, which transformers imports to build it", False)
     OTHER = ("a change of this project", False)
 
     def __init__(self, text: str, is_planned: bool) -> None:
