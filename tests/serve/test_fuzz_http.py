@@ -15,6 +15,7 @@ from running_service import eventually, served, text_of
 
 SHORT_S, LONG_S = 3.0, 300.0
 NUM_CLIENTS = 8
+MIN_NEIGHBOUR = 4  # requests that are served while others are wrong
 ANSWER_S = 60.0  # of what takes milliseconds, on a machine that may be busy with anything
 KEY = "key"
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -39,7 +40,8 @@ class Fuzz:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() > self.until
+        """After the duration, and on a busy machine after the neighbour's requests that the test asks for."""
+        return time.monotonic() > self.until and self.num_neighbour >= MIN_NEIGHBOUR
 
     def count(self, status: int, sent: object) -> None:
         self.statuses[status] = self.statuses.get(status, 0) + 1
@@ -101,6 +103,6 @@ def test_nothing_a_client_sends_stops_the_others(service, is_long, is_raw):
     fuzz = Fuzz(service, seed, LONG_S if is_long else SHORT_S)
     asyncio.run(fuzz.run(is_raw=is_raw))
     print(f"answers by status {fuzz.statuses}; the neighbour: {fuzz.num_neighbour}, slowest {fuzz.slowest_s:.3f} s")
-    assert fuzz.num_neighbour > 3
+    assert fuzz.num_neighbour >= MIN_NEIGHBOUR
     assert len(fuzz.statuses) > 1
     eventually(service.is_idle, "every request has left the engine")
