@@ -165,7 +165,7 @@ class PseudoTerminal:
 def test_reasoning_is_dim_and_ctrl_d_ends(tmp_path):
     env = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS / 'serve'}:{TESTS.parent}"}
     subprocess.run([sys.executable, "-c", REASONING, str(tmp_path)], check=True, env=env, timeout=DEADLINE_S)
-    flags = ["--load-format", "dummy", "--executor", "echo_model:EchoMultiproc", "--max-model-len", "1024"]
+    flags = ["--load-format", "dummy", "--executor", "echo_worker:EchoMultiproc", "--max-model-len", "1024"]
     with PseudoTerminal("--model", str(tmp_path), *flags) as terminal:
         terminal.wait_for("> ")
         terminal.type("<think>let me see</think>so it is<|pad|>!\n")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from browser import Browser
-from echo_model import HERMES_MARKS, SAID_ID, serve_echo
+from echo_model import HERMES_MARKS, serve_echo
+from echo_worker import SAID_ID
 from fake_engine import KILLS_ONCE, ROW_FAILS, SLOW
 
 # Ids are given in order: so many fillers that these two, and none of the plain ones, make the worker misbehave.

@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from echo_model import HERMES_MARKS, SAID_ID, SAY_ID, serve_echo
+from echo_model import HERMES_MARKS, serve_echo
+from echo_worker import SAID_ID, SAY_ID
 from engine_spy import seen_requests
 from fake_engine import make_model_folder
 from running_service import http, served, text_of
