@@ -489,6 +489,7 @@ def test_the_ceilings_of_this_machine() -> None:
     assert 1e8 < ceilings.gemm_flops_per_s < 1e15
 
 
+@pytest.mark.long_form
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not in this environment")
 def test_the_read_kernel_reads_all() -> None:
     """In a process of its own where there is no GPU: Triton's interpreter is chosen at its import."""

@@ -68,6 +68,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., t
     return measure
 
 
+@pytest.mark.long_form
 def test_what_is_there_is_not_measured_again(measured: Any, tmp_path: Path) -> None:
     first, findings = measured("--steps=1")
     assert len(first.asked) == len({str(one) for one in first.asked}) > 5 * 5

@@ -156,6 +156,7 @@ def test_nothing_measured_is_an_error(fake: str) -> None:
         run(GpuSleep, specs_of(fake, ""), *CPU, "--seconds=-1")
 
 
+@pytest.mark.long_form
 def test_the_rate_of_copies_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     rates = gpu_sleep._measure_copies("cpu")

@@ -446,6 +446,7 @@ def test_prompts_in_chunks_get_their_tokens_when_they_are_computed(tmp_path: Pat
         engine.close()
 
 
+@pytest.mark.long_form
 def test_a_short_run_of_the_null_engine(specs: list[EngineSpec], make_plan: MakePlan) -> None:
     rows = run(NullEngine, make_plan(*specs), "--requests=1")["rows"]
     assert list(rows)[:2] == [

@@ -199,6 +199,7 @@ def run(
     return ServiceLoad().run(Plan([ours, peer], model, rounds, options))
 
 
+@pytest.mark.long_form
 def test_two_services_at_every_level(fake_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.MODELS, "small", SMALL)
     findings = run(fake_python, "--shapes", "small", rounds=2)

@@ -17,7 +17,7 @@ from ringcore.cli.models import formats_in_words, in_words
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     types = ["llama", "olmo2", "gemma2", "gpt_oss", "gpt2", "qwen3_moe"]
-    types += ["mamba", "qwen3_next", "falcon", "gemma3", "bart", "nothing"]
+    types += ["mamba", "qwen3_next", "falcon", "llava", "bart", "nothing"]
     result = CliRunner().invoke(make_app(), ["models", "--json", *types], catch_exceptions=False)
     assert result.exit_code == 0
     return {row["model_type"]: row for row in map(json.loads, result.stdout.splitlines())}
@@ -25,7 +25,7 @@ def rows(tmp_path_factory):
 
 def test_what_serves_each_type(rows):
     served = {name: row["model_impl"] for name, row in rows.items()}
-    others = ["olmo2", "gemma2", "gpt_oss", "gpt2", "gemma3"]
+    others = ["olmo2", "gemma2", "gpt_oss", "gpt2", "llava"]
     by_transformers = dict.fromkeys(others, "transformers")
     refused = dict.fromkeys(["mamba", "qwen3_next", "falcon", "bart", "nothing"], "refused")
     assert served == {"llama": "native", "qwen3_moe": "native", **by_transformers, **refused}
@@ -92,7 +92,7 @@ def test_a_line_a_type(rows):
     assert lines["gemma2"] == f"gemma2 transformers sliding window, softcap, {split}"
     assert lines["llama"] == f"llama native {split}"
     assert lines["gpt2"] == "gpt2 transformers GGUF"
-    assert lines["gemma3"].startswith("gemma3 transformers text only, sliding window, tensor parallel")
+    assert lines["llava"].startswith("llava transformers text only, tensor parallel")
     alone = rows["olmo2"] | {"share_of_two": None, "two_ranks_refused": "its heads"}
     assert " one rank alone: its heads" in in_words(alone)
     assert lines["falcon"].startswith("falcon refused its attention is its own code, which nothing can replace; needs ")

@@ -386,7 +386,13 @@ COMMANDS = commands("serve", "README.md", "docs/guide/serving.md", "docs/guide/o
 
 # Each starts a service: those of the README, and of the others the long form.
 @pytest.mark.parametrize(
-    "command", [*COMMANDS[:4], *(pytest.param(command, marks=pytest.mark.long_form) for command in COMMANDS[4:])]
+    "command",
+    [
+        command
+        if "--batch-dir" in command or "--data-parallel-size" in command
+        else pytest.param(command, marks=pytest.mark.long_form)
+        for command in COMMANDS
+    ],
 )
 def test_the_services_of_the_documents(command, folder, tmp_path):
     """As typed, in a folder with the model, which has no weights; one request of each."""

@@ -71,7 +71,9 @@ def test_drafts_that_are_all_accepted_by_hand(model_folder):
     assert result.itl.mean == pytest.approx((2.0 + 1.5) / 5, rel=0.01)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    "routing", [*(pytest.param(one, marks=pytest.mark.long_form) for one in ROUTINGS[:-1]), ROUTINGS[-1]]
+)
 def test_drafts_save_steps_on_every_replica(model_folder, routing):
     """As many tokens, in fewer steps; and the same in one process, in two, and with as many steps at once as may be."""
     config, trace = make_config(model_folder, **SCARCE), busy_trace()
