@@ -120,5 +120,5 @@ def test_everything_is_killed_while_it_falls_asleep(smollm2, tmp_path):
         process.kill()
         process.wait(30)
         process.stdout.close()
-    assert psutil.wait_procs(family[1:], timeout=30)[1] == []
+    assert psutil.wait_procs(family[1:], timeout=90)[1] == []
     assert is_empty(tmp_path)

@@ -25,8 +25,8 @@ def expected(tiny_qwen2):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 2, pytest.param(4, marks=pytest.mark.long_form)]
-)  # four: each of its two KV heads is on two ranks
+    "size", [1, *(pytest.param(size, marks=pytest.mark.long_form) for size in (2, 4))]
+)  # two are also below; four: each of its two KV heads is on two ranks
 def test_greedy_tokens_equal_transformers(tiny_qwen2, expected, size):
     options = OPTIONS | {"executor": "uniproc" if size == 1 else "multiproc", "max_num_batched_tokens": 64}
     with make_core(tiny_qwen2, tensor_parallel_size=size, **options) as core:
