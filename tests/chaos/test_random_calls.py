@@ -16,7 +16,7 @@ from process_table import wait_until
 from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError, WorkerError
 from ringcore.front_end.client import EngineCoreClient
 
-NUM_CALLS = 5_000
+NUM_CALLS = 3_000
 NUM_RANKS = 2
 IN_FLIGHT = 12
 
@@ -127,7 +127,7 @@ def state_and_restarts(client: EngineCoreClient) -> tuple[str, int]:
 def test_calls_and_tokens_with_workers_dying(model_folder, is_long, seed):
     """Kills at random moments: tokens as if nothing had been, calls with a value or an error of their own."""
     rng = random.Random(seed)
-    num_kills = 100 if is_long else 5
+    num_kills = 100 if is_long else 3
     stopped, wrong, ends = threading.Event(), [], {"value": 0, "died": 0, "error": 0}
     with EngineCoreClient(make_config(model_folder, max_worker_restarts=num_kills)) as client:
         client.wait_ready()
