@@ -29,6 +29,8 @@ from ringcore.model_executor.linear_schemes.codes_scheme import CodesScheme
 from ringcore.model_executor.linear_schemes.gptq_scheme import GptqScheme
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 
+pytestmark = pytest.mark.sampled
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = DotConfig(32, 32, 2, 2, 1, block_rows=16)
 WHOLE_RUNS = DotConfig(32, 128, 2, 2, 1, block_rows=16)  # of 4 bits, a block of which is four products

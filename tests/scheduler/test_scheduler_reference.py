@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_scheduler import ReferenceRequest, ReferenceScheduler
+from samples import num_examples
 from scheduler_driver import Driver
 
 OPTIONS = {
@@ -95,7 +96,7 @@ operations = st.one_of(
 
 
 @given(options=st.fixed_dictionaries({k: st.sampled_from(v) for k, v in OPTIONS.items()}), what=st.lists(operations))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(80, 200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_agree_on_any_operations(options, what):
     pair = Pair(options)
     for one in what:
@@ -132,7 +133,7 @@ def crowd(rng: random.Random, options: dict) -> Pair:
     ],
     ids=["fcfs", "priority", "preempt_lower_priority"],
 )
-def test_agree_on_crowds(options):
+def test_agree_on_crowds(options, is_long):
     rng = random.Random(str(options))
-    pairs = [crowd(rng, options) for _ in range(150)]
+    pairs = [crowd(rng, options) for _ in range(150 if is_long else 50)]
     assert sum(pair.num_preemptions for pair in pairs) > 50, "else it would prove little"

@@ -357,6 +357,7 @@ def test_a_failure_before_the_copy_leaves_everything(rank: Rank) -> None:
     rank.check_weights()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", ["fake", "host"])
 def test_twenty_cycles_leave_nothing(kind: str, store: str, tmp_path: Path) -> None:
