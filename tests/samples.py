@@ -39,11 +39,21 @@ def mark_samples(items: Iterable[pytest.Item]) -> None:
         if item.get_closest_marker("sampled") and hasattr(item, "callspec") and not _is_skipped(item):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for combinations in tests.values():
-        rows = [[index for _, index in sorted(item.callspec.indices.items())] for item in combinations]
-        kept = sample_of(rows)
+        kept = sample_of([_values_of(item) for item in combinations])
         for i, item in enumerate(combinations):
             if i not in kept:
                 item.add_marker(pytest.mark.long_form)
+
+
+def _values_of(item: pytest.Item) -> list[Hashable]:
+    """By `parametrize` that it has one of its cases of, and by fixture with parameters."""
+    params = {name: repr(value) for name, value in item.callspec.params.items()}
+    values: list[Hashable] = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        values.append(tuple(params.pop(name) for name in names))
+    return values + [params[name] for name in sorted(params)]
 
 
 def _is_skipped(item: pytest.Item) -> bool:

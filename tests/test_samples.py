@@ -28,8 +28,8 @@ def test_a_sample_has_every_value() -> None:
 class Item:
     """A test as pytest collects it, as far as a sample asks."""
 
-    def __init__(self, nodeid: str, indices: dict[str, int], *marks: pytest.Mark) -> None:
-        self.nodeid, self.callspec, self.marks = nodeid, SimpleNamespace(indices=indices), list(marks)
+    def __init__(self, nodeid: str, params: dict[str, int], *marks: pytest.Mark) -> None:
+        self.nodeid, self.callspec, self.marks = nodeid, SimpleNamespace(params=params), list(marks)
 
     def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
         return (mark for mark in self.marks if mark.name == name)
@@ -42,15 +42,18 @@ class Item:
 
 
 def test_tests_with_the_mark_have_every_value_of_each_parameter() -> None:
-    of_sampled, skipped = pytest.mark.sampled.mark, pytest.mark.skipif(True, reason="no GPU").mark
-    indices = [{"a": a, "b": b, "c": c} for a in range(2) for b in range(3) for c in range(2)]
+    marks = [pytest.mark.parametrize("a", ...).mark, pytest.mark.parametrize(("b", "c"), ...).mark]
+    skipped = pytest.mark.skipif(True, reason="no GPU").mark
+    params = [{"a": a, "b": b, "c": b + c, "d": d} for a in range(4) for b in range(3) for c in (0, 1) for d in "xy"]
     # Of the first test, the last value of `b` is skipped here whatever is asked for.
-    one = [Item(f"f::one[{i}]", each, of_sampled, *[skipped] * (each["b"] == 2)) for i, each in enumerate(indices)]
-    whole = [Item(f"f::whole[{i}]", each) for i, each in enumerate(indices)]
+    marks_of = [[*marks, pytest.mark.sampled.mark, *[skipped] * (each["b"] == 2)] for each in params]
+    one = [Item(f"f::one[{i}]", each, *marks_of[i]) for i, each in enumerate(params)]
+    whole = [Item(f"f::whole[{i}]", each, *marks) for i, each in enumerate(params)]
     mark_samples([*one, *whole])
     assert not any(item.get_closest_marker("long_form") for item in whole)
-    kept = [
-        item.callspec.indices for item in one if not item.get_closest_marker("long_form") and skipped not in item.marks
-    ]
-    assert len(kept) == 2
-    assert all({each[name] for each in kept} == {0, 1} for name in "abc")
+    left = [item for item in one if not item.get_closest_marker("long_form")]
+    kept = [item.callspec.params for item in left if skipped not in item.marks]
+    assert len(kept) == 4
+    assert {each["a"] for each in kept} == {0, 1, 2, 3}
+    assert {(each["b"], each["c"]) for each in kept} == {(0, 0), (0, 1), (1, 1), (1, 2)}
+    assert {each["d"] for each in kept} == {"x", "y"}

@@ -71,7 +71,7 @@ class TestSleep:
     def test_the_reference_with_weights_that_are_not_packed(self, llm):
         check_all_lengths(llm)
 
-    @pytest.mark.parametrize("level", [1, 2])
+    @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.long_form), 2])
     def test_the_same_tokens_afterwards_and_a_cold_prefix_cache(self, llm, smollm2, level):
         check_tokens(llm)
         assert check_tokens(llm)[-1].num_cached_tokens >= CACHED
@@ -176,6 +176,7 @@ class TestRunningRequests:
             assert 0 < len(got.token_ids) < 24
 
 
+@pytest.mark.long_form  # every time: tiny models in `test_sleep_shapes`, a trainer in tests/worker/test_weight_sources.py
 class TestNewWeights:
     def test_tensors_of_the_host_in_several_chunks(self, trained, other, smollm2):
         trained.start_weight_update()
@@ -190,7 +191,7 @@ class TestNewWeights:
         assert trained.reload_weights(smollm2).states == AWAKE
         check_tokens(trained)
 
-    @pytest.mark.parametrize("wrong", ["name", pytest.param("shape", marks=pytest.mark.long_form)])
+    @pytest.mark.parametrize("wrong", ["name", "shape"])
     def test_a_chunk_that_fails_leaves_them_stale(self, trained, other, smollm2, wrong):
         name = "model.layers.3.mlp.up_proj.weight"
         chunk = {"model.layers.99.mlp.up_proj.weight" if wrong == "name" else name: other.tensors[name][:-1]}
@@ -206,7 +207,6 @@ class TestNewWeights:
         trained.reload_weights(smollm2)
         check_tokens(trained)
 
-    @pytest.mark.long_form
     def test_stale_weights_need_all_of_them(self, trained, other):
         trained.sleep(2)
         trained.wake_up()

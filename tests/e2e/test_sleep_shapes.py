@@ -98,6 +98,9 @@ def test_two_ranks(tiny_qwen2, tmp_path):
         assert new != usual
         for prompt, token_ids in zip(prompts, new, strict=True):
             other.check_greedy(prompt, token_ids)
+        core.sleep(1)  # they are kept like any others
+        core.wake_up()
+        assert generated() == new
         core.reload_weights(tiny_qwen2)
         assert generated() == usual
 
