@@ -14,6 +14,7 @@ from process_stat import is_alive
 from process_table import wait_until
 
 from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError, WorkerError
+from ringcore.executor import calls
 from ringcore.front_end.client import EngineCoreClient
 
 NUM_CALLS = 3_000
@@ -90,7 +91,8 @@ class Dice:
 
 
 @pytest.mark.timeout(600)
-def test_every_answer_is_of_its_call(model_folder, is_long, seed):
+def test_every_answer_is_of_its_call(model_folder, is_long, seed, monkeypatch):
+    monkeypatch.setattr(calls, "ERROR_GRACE_S", WAIT_S)  # a busy machine's other rank may take longer than usual
     rng = random.Random(seed)
     executor = ChaosMultiproc(make_config(model_folder))
     executor.start()

@@ -95,9 +95,8 @@ class TestSleep:
         assert [output.num_cached_tokens for output in check_tokens(llm)] == [0] * len(PROMPTS)
         assert check_tokens(llm)[-1].num_cached_tokens >= CACHED
 
-    @pytest.mark.parametrize(
-        "tags", [["weights", "kv_cache"], pytest.param(["kv_cache", "weights"], marks=pytest.mark.long_form)]
-    )
+    @pytest.mark.long_form  # every time with two ranks in `test_sleep_shapes`
+    @pytest.mark.parametrize("tags", [["weights", "kv_cache"], ["kv_cache", "weights"]])
     def test_the_tags_wake_in_either_order(self, llm, tags):
         llm.sleep()
         for index, tag in enumerate(tags):
@@ -159,6 +158,7 @@ class TestRunningRequests:
         assert token_ids(outputs) == expected(24)
         assert all(output.metrics.num_preemptions for output in outputs)
 
+    @pytest.mark.long_form  # every time in tests/engine_core/test_engine_sleep
     def test_those_that_are_waited_for_finish_first(self, llm):
         with generating(llm, 12) as outputs:
             llm.sleep(1, mode="wait")
