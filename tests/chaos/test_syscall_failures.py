@@ -142,7 +142,7 @@ def test_every_system_call_of_an_executor_may_fail(model_folder, fresh_tmp, is_l
         assert list(fresh_tmp.iterdir()) == [], failer.failed
         if failer.failed is None:
             break
-        nth, choice = nth + (1 if is_long else rng.randint(1, 14)), rng.randrange(6)
+        nth, choice = nth + (1 if is_long else rng.randint(1, 8)), rng.randrange(6)
     assert len(seen) + len(problems) > 8, seen
     assert problems == [], "\n".join(problems)
 

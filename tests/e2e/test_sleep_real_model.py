@@ -176,7 +176,7 @@ class TestRunningRequests:
             assert 0 < len(got.token_ids) < 24
 
 
-@pytest.mark.long_form  # every time: tiny models in `test_sleep_shapes`, a trainer in tests/worker/test_weight_sources.py
+@pytest.mark.long_form  # every time: tiny models in `test_sleep_shapes`, a trainer in tests/worker
 class TestNewWeights:
     def test_tensors_of_the_host_in_several_chunks(self, trained, other, smollm2):
         trained.start_weight_update()
