@@ -23,6 +23,8 @@ from ringcore.worker.memory.file_store import FileStore
 from ringcore.worker.memory.host_link import LocalLink
 from ringcore.worker.memory.host_store import HostBudget, HostStore, MemoryStore
 
+pytestmark = pytest.mark.sampled
+
 PLENTY = HostBudget(lambda: 1 << 40, 1)
 AWAY_1 = {"weights": "offloaded", "kv_cache": "discarded"}
 AWAY_2 = {"weights": "discarded", "kv_cache": "discarded"}
@@ -357,7 +359,6 @@ def test_a_failure_before_the_copy_leaves_everything(rank: Rank) -> None:
     rank.check_weights()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", ["fake", "host"])
 def test_twenty_cycles_leave_nothing(kind: str, store: str, tmp_path: Path) -> None:
