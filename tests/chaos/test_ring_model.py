@@ -230,7 +230,7 @@ def changed(source: str, changes: dict[str, str]) -> str:
     return source
 
 
-@pytest.mark.parametrize("shortens", [True, False])
+@pytest.mark.parametrize("shortens", [True, pytest.param(False, marks=pytest.mark.long_form)])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_ring_is_found_out(name, shortens):
     models = (Model(scenario, SequentialMemory, mutant(name), shortens=shortens) for scenario in HUNTS)
