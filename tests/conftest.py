@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from samples import mark_samples
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringcore"
 LONGEST = ["test_kill_matrix.py", "test_leaks.py", "test_scheduler_properties.py", "test_self_healing.py"]
@@ -55,6 +56,7 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     """Where processes share the files: the longest first, so that no other waits for one of them at the end."""
     if not config.option.chaos_long:
+        mark_samples(items)
         for item in items:
             is_asked_for = config.option.all_types and item.get_closest_marker("types")
             if item.get_closest_marker("long_form") and not is_asked_for:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attention_bench import CPU, HAS_GPU, OF_A_CPU, RUNS_ON, Bench, layer_of, refusal, run_case, spec_of
+from samples import sampled
 
 from ringcore.attention.backends import BACKENDS, choose_backend
 from ringcore.errors import ConfigError
@@ -45,14 +46,23 @@ ALIASES = {"triton_rows": "triton"}
 NAMES = [name for name in BACKENDS if is_here(name)]
 
 
-def matrix(values: Mapping[str, Iterable[Any]], interpreted: Iterable[Any]) -> list[Any]:
+def matrix(values: Mapping[str, Iterable[Any]], interpreted: Iterable[Any], later: Iterable[Any] = ()) -> list[Any]:
     """(name, *value) for all `values` of each backend that is here; without a GPU "triton" has `interpreted` alone.
-    "triton_rows" has what "triton" has, on a GPU."""
-    return [
-        (name, *(value if isinstance(value, tuple) else (value,)))
-        for name in NAMES
-        for value in (interpreted if name == "triton" and not HAS_GPU else values[ALIASES.get(name, name)])
-    ]
+    "triton_rows" has what "triton" has, on a GPU. Backends of a CPU have a sample of them in the short form, and
+    "triton" in the interpreter is without those of `interpreted` that are in `later`."""
+    params: list[Any] = []
+    for name in NAMES:
+        is_interpreted = name == "triton" and not HAS_GPU
+        rows: list[Any] = [
+            (name, *(value if isinstance(value, tuple) else (value,)))
+            for value in (interpreted if is_interpreted else values[ALIASES.get(name, name)])
+        ]
+        if RUNS_ON[name] == "cpu":
+            rows = sampled(rows)
+        elif is_interpreted:
+            rows = [pytest.param(*row, marks=pytest.mark.long_form) if row[1:] in later else row for row in rows]
+        params += rows
+    return params
 
 
 def product(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -41,6 +41,11 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "narrow values in a window": ({"head_size": 24, "v_head_size": 16, "window": 20}, {}),
     "all of them": ({"head_size": 24, "v_head_size": 16, "chunk": 21}, {"softcap": 2.0, "sinks": True}),
 }
+# Each of another one's kind; tests/kernels has them too.
+LATER = [
+    *("softcap", "sinks", "softcap in a window", "sinks in a window"),
+    *("chunks of whole blocks", "chunks of one token", "narrow values"),
+]
 DTYPE = dict.fromkeys(BACKENDS, "float32") | {"flash_attn": "float16"}
 STEPS = list(CASES)
 
@@ -56,6 +61,7 @@ def bench_of(name: str, feature: str, num_kv_heads: int = 2, dtype: str | None =
     matrix(
         dict.fromkeys(BACKENDS, product(FEATURES, STEPS, BOTH)),
         [*product(FEATURES, ["first"], [False]), ("all of them", "mixed", False)],
+        later=product(LATER, ["first"], [False]),
     ),
 )
 def test_every_feature_in_every_kind_of_step(name: str, feature: str, case: str, consecutive: bool) -> None:
@@ -154,6 +160,7 @@ CONTROLS = (("softcap", other_cap), ("softcap", no_cap), ("sinks", other_sinks),
     ),
 )
 @pytest.mark.parametrize("case", ["decode", "prompts"])
+@pytest.mark.sampled
 def test_a_wrong_feature_is_seen(name: str, feature: str, spoil: Callable[[Bench], None], case: str) -> None:
     bench = bench_of(name, feature)
     spoil(bench)

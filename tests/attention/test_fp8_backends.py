@@ -13,6 +13,8 @@ from ringcore.attention.backends import triton as triton_backend
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
 
+pytestmark = pytest.mark.sampled
+
 CASES = {"decode": DECODE, "prompts": PROMPTS, "chunks": CHUNKS, "mixed": MIXED, "first": DECODES_FIRST, "long": LONG}
 needs_triton = pytest.mark.skipif(not is_here("triton"), reason="triton is not installed")
 

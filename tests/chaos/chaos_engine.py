@@ -24,7 +24,7 @@ from ringcore.worker import rpc
 
 RING_BYTES = 64 << 10  # so that a message of LARGE_BYTES goes beside the ring
 LARGE_BYTES = 100_000
-WAIT_S = 20.0
+WAIT_S = 90.0
 
 
 class ChaosWorker(FakeWorker):

@@ -44,7 +44,7 @@ def only_new_garbage():
 @pytest.fixture(scope="session")
 def num_malformed(is_long) -> int:
     """Malformed frames, or pages, for each decoder."""
-    return 100_000 if is_long else 10_000
+    return 100_000 if is_long else 4_000
 
 
 @pytest.fixture(scope="session")

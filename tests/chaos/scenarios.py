@@ -25,9 +25,9 @@ from ringcore.executor.foreign_stacks import stacks_of
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent.parent
-BOUND_S = 30.0  # for what has no bound of its own
-ERROR_S = 15.0  # until every call has its error; how long it took is in the table
-GONE_S = 20.0  # until no process is left
+BOUND_S = 60.0  # for what has no bound of its own
+ERROR_S = 60.0  # until every call has its error; how long it took is in the table
+GONE_S = 60.0  # until no process is left
 
 _numbers = itertools.count()
 

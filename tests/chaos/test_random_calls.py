@@ -14,9 +14,10 @@ from process_stat import is_alive
 from process_table import wait_until
 
 from ringcore.errors import RingcoreError, RpcTimeoutError, WorkerDiedError, WorkerError
+from ringcore.executor import calls
 from ringcore.front_end.client import EngineCoreClient
 
-NUM_CALLS = 5_000
+NUM_CALLS = 3_000
 NUM_RANKS = 2
 IN_FLIGHT = 12
 
@@ -90,7 +91,8 @@ class Dice:
 
 
 @pytest.mark.timeout(600)
-def test_every_answer_is_of_its_call(model_folder, is_long, seed):
+def test_every_answer_is_of_its_call(model_folder, is_long, seed, monkeypatch):
+    monkeypatch.setattr(calls, "ERROR_GRACE_S", WAIT_S)  # a busy machine's other rank may take longer than usual
     rng = random.Random(seed)
     executor = ChaosMultiproc(make_config(model_folder))
     executor.start()
@@ -127,7 +129,7 @@ def state_and_restarts(client: EngineCoreClient) -> tuple[str, int]:
 def test_calls_and_tokens_with_workers_dying(model_folder, is_long, seed):
     """Kills at random moments: tokens as if nothing had been, calls with a value or an error of their own."""
     rng = random.Random(seed)
-    num_kills = 100 if is_long else 5
+    num_kills = 100 if is_long else 3
     stopped, wrong, ends = threading.Event(), [], {"value": 0, "died": 0, "error": 0}
     with EngineCoreClient(make_config(model_folder, max_worker_restarts=num_kills)) as client:
         client.wait_ready()

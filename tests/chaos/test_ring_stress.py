@@ -15,7 +15,7 @@ from ringcore.executor.child_process import ChildProcess, terminate_all
 from ringcore.executor.near_queue import NearReader, NearWriter, create_queue
 from ringcore.executor.waiting import spin_budget_s
 
-SHORT, LONG = 120_000, 1_000_000  # messages, over all tests in the short form, each in the long one
+SHORT, LONG = 60_000, 1_000_000  # messages, over all tests in the short form, each in the long one
 GROWTH_KB = 8 << 10
 
 

@@ -15,10 +15,10 @@ from process_stat import session_members
 from process_table import wait_until
 from scenarios import HERE, child_environment
 
-SHORT, LONG = 5, 50  # moments in each phase
+SHORT, LONG = 3, 50  # moments in each phase
 AT_ONCE = 2
-EXIT_S = 30.0
-GONE_S = 20.0
+EXIT_S = 60.0
+GONE_S = 60.0
 MAX_LOG_LINES = 80  # a traceback of the script is to be expected, one of every process is a flood
 START_S = 0.5  # about the time that the engine's start takes
 

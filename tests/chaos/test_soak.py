@@ -20,7 +20,9 @@ from ringcore.front_end.client import EngineCoreClient
 SHORT_S, LONG_S = 4.0, 1800.0
 NUM_THREADS = 8
 GROWTH_KB = 16 << 10
-SILENCE_S = 15.0
+SILENCE_S = 90.0
+WANTED = {"requests", "echo", "large echo", "stats", "WorkerError", "kills"}
+PATIENCE_S = 90.0  # with a busy machine, on which some of it comes late
 
 
 class Soak:
@@ -34,7 +36,8 @@ class Soak:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() > self.until or bool(self.wrong)
+        patience_s = 0.0 if self.counts.keys() >= WANTED else PATIENCE_S
+        return time.monotonic() > self.until + patience_s or bool(self.wrong)
 
     def count(self, what: str) -> None:
         with self._lock:
@@ -146,7 +149,7 @@ def test_soak(model_folder, fresh_tmp, is_long, seed):
         pids = client.ready.pids
     assert wait_until(lambda: not any(map(is_alive, pids.values())), WAIT_S)
     assert list(fresh_tmp.iterdir()) == []
-    assert {"requests", "echo", "large echo", "stats", "WorkerError", "kills"} <= set(soak.counts), soak.counts
+    assert soak.counts.keys() >= WANTED, soak.counts
     print(f"\n{duration_s:.0f} s: {soak.counts}")
 
 

@@ -22,10 +22,10 @@ from ringcore.executor.near_queue import NearReader, NearWriter, create_queue
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.waiting import DeadlinePassed
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 LOST_S = 0.2  # for a message that a failure may have lost
 SLOW_S = 60.0
-GONE_S = 20.0
+GONE_S = 60.0
 
 
 def use_queue(wait_s: float) -> None:

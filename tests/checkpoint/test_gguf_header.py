@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_files import F16, F32, Q4_0, Q8_0, SCALARS, gguf_bytes, string
+from samples import num_examples
 
 from ringcore.checkpoint import read_gguf_header
 from ringcore.checkpoint.gguf_header import LongArray
@@ -129,14 +130,14 @@ WHOLE = gguf_bytes(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=num_examples(40, 80), deadline=None)
 @given(cut=st.integers(0, len(WHOLE) - 1))
 def test_every_truncation_is_noticed(tmp_path_factory, cut):
     with pytest.raises(ModelLoadError):
         read(tmp_path_factory.mktemp("cut"), WHOLE[:cut], long_arrays=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(80, 200), deadline=None)
 @given(noise=st.binary(min_size=1, max_size=16), at=st.integers(0, len(WHOLE)))
 def test_noise_raises_only_the_typed_error(tmp_path_factory, noise, at):
     content = WHOLE[:at] + noise + WHOLE[at + len(noise) :]

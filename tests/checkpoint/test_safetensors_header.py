@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_files import safetensors_bytes, safetensors_file
 from safetensors.numpy import save_file
+from samples import num_examples
 
 from ringcore.checkpoint import TensorIndex, read_safetensors_header
 from ringcore.errors import ModelLoadError
@@ -86,7 +87,7 @@ def test_a_missing_file_is_refused(tmp_path):
         read_safetensors_header(tmp_path / "nothing.safetensors")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(40, 60), deadline=None)
 @given(cut=st.integers(0, 10_000))
 def test_every_truncation_is_noticed(tmp_path_factory, cut):
     folder = tmp_path_factory.mktemp("cut")
@@ -96,7 +97,7 @@ def test_every_truncation_is_noticed(tmp_path_factory, cut):
         read_safetensors_header(folder / "x.safetensors")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(50, 100), deadline=None)
 @given(noise=st.binary(max_size=60), at=st.integers(0, 200))
 def test_noise_raises_only_the_typed_error(tmp_path_factory, noise, at):
     path = tmp_path_factory.mktemp("noise") / "x.safetensors"

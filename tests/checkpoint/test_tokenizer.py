@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_files import model_folder
+from samples import num_examples
 from tokenizers_made import byte_level, sentencepiece, tokenizer_folder
 
 from ringcore.checkpoint import find_model
@@ -64,7 +65,7 @@ def test_nothing_there(tmp_path):
 # --- ids and text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(50, 100), deadline=None)
 @given(st.text(max_size=40))
 def test_a_text_comes_back(text):
     if any("\ud800" <= c <= "\udfff" for c in text):
@@ -115,7 +116,7 @@ def test_the_text_of_one_token(name):
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(60, 150), deadline=None)
 @given(data=st.data())
 def test_the_pieces_joined_are_the_whole(name, skip, data):
     tokenizer = MADE[name]
@@ -124,7 +125,7 @@ def test_the_pieces_joined_are_the_whole(name, skip, data):
     assert "".join(pieces) + rest == tokenizer.decode(ids, skip)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(60, 150), deadline=None)
 @given(text=st.text(alphabet="aé東🙂 \n", max_size=30), prompt=st.text(alphabet="bü京 ", max_size=20))
 def test_no_piece_holds_half_a_character(text, prompt):
     # One token a byte, so that every character but ASCII is cut.

@@ -134,6 +134,7 @@ def test_random_weights_need_only_the_configuration(tmp_path):
         assert [len(one) for one in tokens(generate(core, PROMPTS, GREEDY))] == [NEW_TOKENS] * len(PROMPTS)
 
 
+@pytest.mark.long_form  # of tiny models, the tests above
 @pytest.mark.real_model
 def test_a_native_family_by_transformers_gives_its_reference(smollm2):
     entries = load("smollm2-135m-lengths")[:4]

@@ -73,7 +73,7 @@ SIZES = {"head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "bos_token_
 
 
 def test_wrong_numbers_are_typed_errors_within_bounded_memory(tmp_path: Path, is_long: bool) -> None:
-    num_runs = 20_000 if is_long else 300
+    num_runs = 20_000 if is_long else 120
     folder = tokenizer_folder(model_folder(tmp_path / "m", vocab_size=512, **SIZES), byte_level())
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), "7", str(num_runs)], capture_output=True, text=True, timeout=1200

@@ -10,10 +10,23 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tiny_checkpoints import hf_model
+from tokenizers_made import byte_level, tokenizer_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama with a tokenizer and a chat template."""
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    folder = tokenizer_folder(tmp_path_factory.mktemp("tiny-chat"), byte_level(), template)
+    model = hf_model("Llama", vocab_size=512, max_position_embeddings=1024)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,6 +34,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.real_model
 @pytest.mark.long_form
 def test_a_training_loop_around_an_engine(smollm2: str) -> None:
     done = run("train_and_generate.py", "--model", smollm2, "--device", "cpu", "--steps", "5")
@@ -37,6 +51,7 @@ def test_a_training_loop_around_an_engine(smollm2: str) -> None:
     assert after.rstrip().endswith("the text was learned, word for word")
 
 
+@pytest.mark.real_model
 @pytest.mark.long_form
 def test_two_models_that_stream_at_once(smollm2: str) -> None:
     done = run("two_models.py", "--left", smollm2, "--right", smollm2, "--device", "cpu", "--max-tokens", "12")
@@ -53,8 +68,8 @@ def test_two_models_that_stream_at_once(smollm2: str) -> None:
     assert whole["left"] == whole["right"]  # the same model
 
 
-def test_an_offline_batch(smollm2: str) -> None:
-    done = run("offline_batch.py", "--model", smollm2, "--max-tokens", "8")
+def test_an_offline_batch(tiny_chat: str) -> None:
+    done = run("offline_batch.py", "--model", tiny_chat, "--max-tokens", "8")
     assert done.returncode == 0, done.stderr
     prompts = [line for line in (EXAMPLES / "prompts.txt").read_text().splitlines() if line.strip()]
     assert re.findall(r"^> (.*)$", done.stdout, re.MULTILINE) == prompts
@@ -62,6 +77,7 @@ def test_an_offline_batch(smollm2: str) -> None:
     assert len(prompts) <= num_out <= 8 * len(prompts)
 
 
+@pytest.mark.real_model
 @pytest.mark.long_form
 def test_structured_answers(smollm2: str) -> None:
     done = run("structured_answers.py", "--model", smollm2)
@@ -72,8 +88,8 @@ def test_structured_answers(smollm2: str) -> None:
     assert "one of two at each place:" in done.stdout
 
 
-def test_driving_the_workers(smollm2: str) -> None:
-    done = run("drive_workers.py", smollm2)
+def test_driving_the_workers(tiny_chat: str) -> None:
+    done = run("drive_workers.py", tiny_chat)
     assert done.returncode == 0, done.stderr
     assert "during a step: {" in done.stdout
     assert "by an extension: [0.25]" in done.stdout

@@ -23,7 +23,7 @@ from ringcore.protocol.requests import EngineCoreOutput, EngineCoreRequest
 MODELS = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3")
 NATIVE = ("llama", "gemma3_text", "qwen3_moe")
 PLAIN: dict[str, Any] = {"executor": "uniproc", "device": "cpu", "dtype": "float32", "max_model_len": 128}
-NUM_RUNS, NUM_LONG_RUNS = 6, 300
+NUM_RUNS, NUM_LONG_RUNS = 4, 300
 
 
 @pytest.fixture(scope="module")

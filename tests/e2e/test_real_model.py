@@ -18,6 +18,7 @@ ENTRIES = load("smollm2-135m-lengths")
 SHORT = [entry for entry in ENTRIES if len(entry.prompt_token_ids) <= 300]
 # At the edges of blocks and of budgets, up to one more than two budgets of 64.
 AT_EDGES = [e for e in SHORT if len(e.prompt_token_ids) % 16 in (15, 0, 1) and len(e.prompt_token_ids) <= 129]
+SHORT_FORM = (1, 2, 7, 15, 16, 17, 31, 33, 64, 65, 150)
 
 
 def check(core, entries, **kwargs):
@@ -28,16 +29,15 @@ def check(core, entries, **kwargs):
 
 @pytest.fixture(scope="module")
 def core(smollm2):
-    with make_core(smollm2, **OPTIONS) as engine:
+    with make_core(smollm2, executor="uniproc", **OPTIONS) as engine:
         yield engine
 
 
 def test_prompts_of_many_lengths(core, is_long):
     """All at once, so that each is among many others; and their log-probabilities, to a thousandth."""
-    lengths = [len(entry.prompt_token_ids) for entry in ENTRIES]
     # Most of the time is for the longest ones, of which the short form takes one.
-    entries = [entry for entry, n in zip(ENTRIES, lengths, strict=True) if is_long or n <= 150 or n == 257]
-    assert len(entries) == (len(ENTRIES) if is_long else 25)
+    entries = [entry for entry in ENTRIES if is_long or len(entry.prompt_token_ids) in SHORT_FORM]
+    assert len(entries) == (len(ENTRIES) if is_long else len(SHORT_FORM))
     outputs = check(core, entries)
     for entry, one in zip(entries, outputs, strict=True):
         got = [row.logprobs[0] for output in one for row in output.logprobs]
@@ -51,21 +51,27 @@ def test_each_prompt_alone(core):
         check(core, [entry], salt="alone")
 
 
-def test_prefix_cache_cold_then_warm(core):
-    check(core, AT_EDGES, salt="warm")
-    outputs = check(core, AT_EDGES, salt="warm")
-    for entry, one in zip(AT_EDGES, outputs, strict=True):
+def test_prefix_cache_cold_then_warm(core, is_long):
+    entries = AT_EDGES if is_long else AT_EDGES[:7]
+    check(core, entries, salt="warm")
+    outputs = check(core, entries, salt="warm")
+    for entry, one in zip(entries, outputs, strict=True):
         prompt = len(entry.prompt_token_ids)
         assert one[-1].num_cached_tokens == min(prompt // 16 * 16, prompt - 1)
 
 
-@pytest.mark.parametrize("budget", [16, pytest.param(64, marks=pytest.mark.long_form)])
+# Of tiny models, chunks and preemptions are in `test_any_causal_lm` and `test_sliding_window_models`, every time.
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("budget", [16, 64])
 def test_chunked_prefill(smollm2, budget):
     options = OPTIONS | {"max_num_batched_tokens": budget, "enable_prefix_caching": False}
     with make_core(smollm2, executor="uniproc", **options) as core:
         check(core, AT_EDGES[:: 2 if budget == 16 else 1])
 
 
+@pytest.mark.long_form
 def test_preemption_in_a_small_pool(smollm2):
     """With two steps in flight; with one, `test_seeded_sampling` has it."""
     entries = [entry for entry in SHORT if len(entry.prompt_token_ids) <= 100]

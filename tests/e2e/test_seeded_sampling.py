@@ -139,6 +139,7 @@ def test_by_streams_that_come_one_after_the_other(tiny_qwen2, alone, front_end_o
     assert asyncio.run(asyncio.wait_for(stream_all(), 120)) == alone
 
 
+@pytest.mark.long_form
 @pytest.mark.real_model
 def test_a_real_model_draws_the_same_among_others(smollm2):
     """Four of them alone, then among all 32 in a cache so small that some are computed twice."""

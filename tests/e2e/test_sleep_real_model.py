@@ -31,7 +31,7 @@ from ringcore.weights import WeightGroup
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
-CACHED = len(PROMPTS[-1]) // 16 * 16 - 16  # of the longest prompt, 64 tokens, at least
+CACHED = len(PROMPTS[-1]) // 16 * 16 - 16  # of the longest prompt, 33 tokens, at least
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ class TestSleep:
     def test_the_reference_with_weights_that_are_not_packed(self, llm):
         check_all_lengths(llm)
 
-    @pytest.mark.parametrize("level", [1, 2])
+    @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.long_form), 2])
     def test_the_same_tokens_afterwards_and_a_cold_prefix_cache(self, llm, smollm2, level):
         check_tokens(llm)
         assert check_tokens(llm)[-1].num_cached_tokens >= CACHED
@@ -95,9 +95,8 @@ class TestSleep:
         assert [output.num_cached_tokens for output in check_tokens(llm)] == [0] * len(PROMPTS)
         assert check_tokens(llm)[-1].num_cached_tokens >= CACHED
 
-    @pytest.mark.parametrize(
-        "tags", [["weights", "kv_cache"], pytest.param(["kv_cache", "weights"], marks=pytest.mark.long_form)]
-    )
+    @pytest.mark.long_form  # every time with two ranks in `test_sleep_shapes`
+    @pytest.mark.parametrize("tags", [["weights", "kv_cache"], ["kv_cache", "weights"]])
     def test_the_tags_wake_in_either_order(self, llm, tags):
         llm.sleep()
         for index, tag in enumerate(tags):
@@ -159,6 +158,7 @@ class TestRunningRequests:
         assert token_ids(outputs) == expected(24)
         assert all(output.metrics.num_preemptions for output in outputs)
 
+    @pytest.mark.long_form  # every time in tests/engine_core/test_engine_sleep
     def test_those_that_are_waited_for_finish_first(self, llm):
         with generating(llm, 12) as outputs:
             llm.sleep(1, mode="wait")
@@ -176,6 +176,7 @@ class TestRunningRequests:
             assert 0 < len(got.token_ids) < 24
 
 
+@pytest.mark.long_form  # every time: tiny models in `test_sleep_shapes`, a trainer in tests/worker
 class TestNewWeights:
     def test_tensors_of_the_host_in_several_chunks(self, trained, other, smollm2):
         trained.start_weight_update()
@@ -190,7 +191,7 @@ class TestNewWeights:
         assert trained.reload_weights(smollm2).states == AWAKE
         check_tokens(trained)
 
-    @pytest.mark.parametrize("wrong", ["name", pytest.param("shape", marks=pytest.mark.long_form)])
+    @pytest.mark.parametrize("wrong", ["name", "shape"])
     def test_a_chunk_that_fails_leaves_them_stale(self, trained, other, smollm2, wrong):
         name = "model.layers.3.mlp.up_proj.weight"
         chunk = {"model.layers.99.mlp.up_proj.weight" if wrong == "name" else name: other.tensors[name][:-1]}
@@ -206,7 +207,6 @@ class TestNewWeights:
         trained.reload_weights(smollm2)
         check_tokens(trained)
 
-    @pytest.mark.long_form
     def test_stale_weights_need_all_of_them(self, trained, other):
         trained.sleep(2)
         trained.wake_up()
@@ -222,19 +222,19 @@ class TestNewWeights:
         other.check(trained)
 
     def test_a_trainer_broadcasts_them(self, trained, other):
-        with WeightGroup("127.0.0.1", 0, world_size=2, backend="gloo", timeout_s=30) as group:
+        with WeightGroup("127.0.0.1", 0, world_size=2, backend="gloo", timeout_s=90) as group:
             trainer = threading.Thread(
                 target=lambda: [group.broadcast(chunk) for chunk in other.chunks(2)], daemon=True
             )
             trainer.start()
-            trained.collective_rpc("join_weight_group", ("127.0.0.1", group.port, 2, 1, "gloo", 30.0), timeout=60)
+            trained.collective_rpc("join_weight_group", ("127.0.0.1", group.port, 2, 1, "gloo", 90.0), timeout=90)
             trained.start_weight_update()
             for chunk in other.chunks(2):
-                trained.update_weights({"kind": "group", "tensors": group.describe(chunk)}, timeout=60)
+                trained.update_weights({"kind": "group", "tensors": group.describe(chunk)}, timeout=90)
             trained.finish_weight_update()
-            trainer.join(30)
+            trainer.join(90)
             assert not trainer.is_alive()
-            trained.collective_rpc("leave_weight_group", timeout=30)
+            trained.collective_rpc("leave_weight_group", timeout=90)
         other.check(trained)
 
 
@@ -249,7 +249,7 @@ def test_a_worker_is_killed_while_it_sleeps(llm):
 
     wait_until(sleeps_again)
     assert llm.health().ranks[0].pid != pid
-    assert llm.collective_rpc("memory_states", unique_reply_rank=0, timeout=30) == away
+    assert llm.collective_rpc("memory_states", unique_reply_rank=0, timeout=90) == away
     with pytest.raises(SleepingError):
         llm.generate(PROMPTS[0], greedy(1), use_tqdm=False)
     llm.wake_up()

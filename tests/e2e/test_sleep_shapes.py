@@ -98,6 +98,9 @@ def test_two_ranks(tiny_qwen2, tmp_path):
         assert new != usual
         for prompt, token_ids in zip(prompts, new, strict=True):
             other.check_greedy(prompt, token_ids)
+        core.sleep(1)  # they are kept like any others
+        core.wake_up()
+        assert generated() == new
         core.reload_weights(tiny_qwen2)
         assert generated() == usual
 
@@ -120,5 +123,5 @@ def test_everything_is_killed_while_it_falls_asleep(smollm2, tmp_path):
         process.kill()
         process.wait(30)
         process.stdout.close()
-    assert psutil.wait_procs(family[1:], timeout=30)[1] == []
+    assert psutil.wait_procs(family[1:], timeout=90)[1] == []
     assert is_empty(tmp_path)

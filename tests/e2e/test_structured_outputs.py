@@ -61,7 +61,7 @@ def check_value(text: str) -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long_form),  # among others it is in `test_neighbours_...`
         pytest.param({"temperature": 1.0, "seed": 5}, marks=pytest.mark.long_form),
         {"temperature": 1.5, "top_p": 0.9, "seed": 6},
     ],
@@ -76,7 +76,7 @@ def test_answers_by_a_schema(llm, sampling):
 @pytest.mark.parametrize(
     "sampling",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long_form),
         pytest.param({"temperature": 1.0, "seed": 5}, marks=pytest.mark.long_form),
         {"temperature": 2.0, "min_p": 0.05, "seed": 6},
     ],
@@ -89,7 +89,7 @@ def test_answers_by_an_expression(llm, sampling):
 
 
 def test_neighbours_without_a_grammar_answer_as_if_alone(llm):
-    plain = params(max_tokens=24)
+    plain = params(max_tokens=12)
     alone = llm.generate(PROMPTS[0], plain, use_tqdm=False)[0].outputs[0].token_ids
     mixed = llm.generate([PROMPTS[0], *PROMPTS], [plain, by_schema(), by_regex(), plain], use_tqdm=False)
     assert mixed[0].outputs[0].token_ids == alone

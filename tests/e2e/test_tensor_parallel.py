@@ -25,21 +25,23 @@ def expected(tiny_qwen2):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 2, pytest.param(4, marks=pytest.mark.long_form)]
-)  # four: each of its two KV heads is on two ranks
+    "size", [1, *(pytest.param(size, marks=pytest.mark.long_form) for size in (2, 4))]
+)  # two are also below; four: each of its two KV heads is on two ranks
 def test_greedy_tokens_equal_transformers(tiny_qwen2, expected, size):
     options = OPTIONS | {"executor": "uniproc" if size == 1 else "multiproc", "max_num_batched_tokens": 64}
     with make_core(tiny_qwen2, tensor_parallel_size=size, **options) as core:
         assert tokens(generate(core, PROMPTS, GREEDY)) == expected
 
 
-def test_another_rank_than_the_first_returns_the_tokens(tiny_qwen2, expected):
-    """Until it dies, and after it was replaced."""
+def test_another_rank_than_the_first_returns_the_tokens(tiny_qwen2, expected, is_long):
+    """In the long form also after it has died and was replaced, as every time a stage in `test_pipeline_parallel`."""
     config = EngineConfig.from_options(model=tiny_qwen2, tensor_parallel_size=2, max_worker_restarts=1, **OPTIONS)
     layout = RankLayout(hosts=config.parallel.layout.hosts, output_rank=1)
     config = replace(config, parallel=replace(config.parallel, ranks=layout))
     with EngineCore(config) as core:
         assert tokens(generate(core, PROMPTS, GREEDY)) == expected
+        if not is_long:
+            return
         step, num_steps = core.step, count(1)
 
         def kills_in_its_fifth_step():

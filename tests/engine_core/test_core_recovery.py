@@ -11,6 +11,7 @@ from fake_engine import KILLS, FakeMultiproc, FakeUniproc, expected, make_model_
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mortal_executor import CRASHER, KILLER, MortalExecutor
+from samples import num_examples
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import (
@@ -565,7 +566,9 @@ class Run:
             self.outputs[output.request_id].append(output)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(100, 300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(plan=PLANS, operations=OPERATIONS)
 def test_any_schedule(folder, plan, operations):
     run = Run(folder, **plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from samples import num_examples
 
 from ringcore.engine_core.expert_placing import balanced_placement
 from ringcore.protocol.expert_placement import ExpertPlacement
@@ -22,7 +23,7 @@ def layers(draw: st.DrawFn) -> tuple[ExpertPlacement, list[list[int]]]:
     return placement, draw(st.lists(counts, min_size=1, max_size=4))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=num_examples(60, 150))
 @given(layers())
 def test_every_expert_has_a_slot_and_no_load_is_higher(layer: tuple[ExpertPlacement, list[list[int]]]) -> None:
     """After each of several placements in a row."""
@@ -41,7 +42,7 @@ def test_every_expert_has_a_slot_and_no_load_is_higher(layer: tuple[ExpertPlacem
         current = placed
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=num_examples(25, 50))
 @given(st.integers(2, 8), st.integers(1, 8), st.integers(0, 7))
 def test_a_hot_expert_is_divided_over_the_ranks(num_ranks: int, per_rank: int, hot: int) -> None:
     num_experts = per_rank * num_ranks

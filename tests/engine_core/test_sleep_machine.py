@@ -339,7 +339,7 @@ def test_random_sleeps_failures_requests_and_updates(tmp_path, is_long):
     Machine.folder = make_model_folder(tmp_path)
     case = Machine.TestCase()
     case.settings = settings(
-        max_examples=2000 if is_long else 70,
+        max_examples=2000 if is_long else 30,
         stateful_step_count=40,
         deadline=None,
         phases=list(Phase) if is_long else [Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes

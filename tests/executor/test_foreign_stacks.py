@@ -14,7 +14,7 @@ import pytest
 from ringcore.executor.child_process import ChildProcess
 from ringcore.executor.foreign_stacks import stacks_of
 
-BOUND_S = 30.0
+BOUND_S = 60.0
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from samples import num_examples
 
 from ringcore.errors import CapacityError, InvalidRequestError, RingcoreError, WorkerError
 from ringcore.executor.callables import call_packed
@@ -190,7 +191,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(100, 200), deadline=None)
 @given(VALUES)
 def test_any_value(value):
     assert same(value, roundtrip(value))
@@ -440,7 +441,7 @@ def decodes_or_is_refused(parts) -> None:
         return
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=num_examples(150, 500), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(GOOD[0]) - 1), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_body_with_other_bytes_in_it(changes):
     body = bytearray(GOOD[0])
@@ -449,7 +450,7 @@ def test_a_body_with_other_bytes_in_it(changes):
     decodes_or_is_refused([body, *GOOD[1:]])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=num_examples(150, 500), deadline=None)
 @given(st.lists(st.binary(max_size=60), max_size=3))
 def test_any_bytes(parts):
     decodes_or_is_refused(parts)
@@ -458,7 +459,7 @@ def test_any_bytes(parts):
 PLAIN = st.none() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=9) | st.sampled_from([*ITEMSIZES, "O"])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=num_examples(150, 500), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), PLAIN, st.lists(PLAIN, max_size=4) | PLAIN, PLAIN), max_size=3),
     st.lists(st.binary(max_size=9), max_size=3),

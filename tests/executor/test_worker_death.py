@@ -231,7 +231,7 @@ def test_descriptors_threads_and_files_stay_flat(private_tmp):
 
     cycle()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for _ in range(10):
+    for _ in range(4):
         cycle()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert list(private_tmp.iterdir()) == []

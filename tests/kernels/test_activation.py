@@ -18,6 +18,8 @@ from ringcore.kernels.activation import (
     silu_and_mul_reference,
 )
 
+pytestmark = pytest.mark.sampled
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 large = pytest.mark.skipif(not torch.cuda.is_available(), reason="large shapes take the interpreter minutes")

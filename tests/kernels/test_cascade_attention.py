@@ -22,7 +22,7 @@ from ringcore.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixe
 from ringcore.kernels.split_kv_combine import UNWRITTEN
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the barrier needs programs that run at once")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:overflow encountered in exp2")]
 HERE = Path(__file__).parent
 
 

@@ -14,6 +14,8 @@ from ringcore.kernels.combine import combine, combine_reference, max_combined_to
 from ringcore.kernels.dependent_launch import supports_pdl
 from ringcore.kernels.peer_buffers import PeerBuffers
 
+pytestmark = pytest.mark.sampled
+
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no graphs")
 
 

@@ -16,7 +16,7 @@ from ringcore.kernels.native.attention_kernels import (
 from ringcore.kernels.native.row_kernels import row_kernels
 from ringcore.model_executor import ops
 
-pytestmark = pytest.mark.skipif(row_kernels() is None, reason="no C compiler")
+pytestmark = [pytest.mark.sampled, pytest.mark.skipif(row_kernels() is None, reason="no C compiler")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # relative: of the sums, of one rounding

@@ -29,6 +29,8 @@ from ringcore.model_executor.linear_schemes.codes_scheme import CodesScheme
 from ringcore.model_executor.linear_schemes.gptq_scheme import GptqScheme
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 
+pytestmark = pytest.mark.sampled
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = DotConfig(32, 32, 2, 2, 1, block_rows=16)
 WHOLE_RUNS = DotConfig(32, 128, 2, 2, 1, block_rows=16)  # of 4 bits, a block of which is four products
@@ -129,7 +131,9 @@ def test_outputs_of_experts_are_normalised(device, n):
     Case(device).check(n, normalise=lambda rows: torch.nn.functional.rms_norm(rows, rows.shape[-1:]))
 
 
-@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (2, 2), (3, 3), (64, 6), (128, 8), (256, 8)])
+@pytest.mark.parametrize(
+    ("num_experts", "k"), [(1, 1), (2, 2), (3, 3), (64, 6), pytest.param(128, 8, marks=pytest.mark.long_form), (256, 8)]
+)
 def test_every_number_of_experts(device, num_experts, k):
     case = Case(device, num_experts, 16, 16)
     for n in (1, 18):

@@ -24,6 +24,8 @@ from ringcore.kernels.paged_attention_reference import (
 from ringcore.kernels.prompt_padding import gather_padded_kv, gather_padded_kv_reference
 from ringcore.kernels.qk_norm_rope import qk_norm_rope
 
+pytestmark = pytest.mark.sampled
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="takes the interpreter too long")

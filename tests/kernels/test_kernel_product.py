@@ -16,6 +16,8 @@ from ringcore.model_executor.linear_schemes.dense import dense_product
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import Residual
 
+pytestmark = pytest.mark.sampled
+
 INPUTS, OUTPUTS = 24, 16
 ROWS = (0, 1, 3, 6, 70)  # none, two numbers for FMA, one for tensor cores, one for the library
 

@@ -8,6 +8,8 @@ import torch
 from ringcore.kernels.kv_write import kv_write, kv_write_reference
 from ringcore.kernels.page_layout import PageLayout
 
+pytestmark = pytest.mark.sampled
+
 
 def random_cache(num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, like: torch.Tensor):
     shape = (num_blocks, 2, num_kv_heads, block_size, head_size)

@@ -13,6 +13,8 @@ from ringcore.kernels.latent_attention_decode import (
 from ringcore.kernels.latent_rows import latent_rows, latent_rows_reference, rotate_heads, rotate_heads_reference
 from ringcore.kernels.split_kv_combine import UNWRITTEN
 
+pytestmark = pytest.mark.sampled
+
 large = pytest.mark.skipif(not torch.cuda.is_available(), reason="large shapes take the interpreter minutes")
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))

@@ -11,7 +11,7 @@ from ringcore.kernels.paged_attention_reference import paged_attention_prefill_r
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
 # Softcaps and sinks are right where 2^x is infinite, on which numpy, and so the interpreter, remarks.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:overflow encountered in exp2")]
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 

@@ -12,6 +12,8 @@ from ringcore.kernels.prompt_padding import (
     pad_prompts_reference,
 )
 
+pytestmark = pytest.mark.sampled
+
 LENGTHS = [(1, 5, 8), (3, 5, 8), (2, 8, 8), (4, 1, 2)]
 
 

@@ -8,6 +8,8 @@ from rounding import rounding
 
 from ringcore.kernels.qk_norm import qk_norm, qk_norm_reference
 
+pytestmark = pytest.mark.sampled
+
 EPS = 1e-5
 
 

@@ -11,6 +11,8 @@ from rounding import rounding
 
 from ringcore.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 
+pytestmark = pytest.mark.sampled
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
 NUM_POSITIONS = 50

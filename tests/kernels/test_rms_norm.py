@@ -12,6 +12,8 @@ from rounding import rounding, rounds_to_nearest
 
 from ringcore.kernels.rms_norm import MAX_SIZE, rms_norm, rms_norm_reference
 
+pytestmark = pytest.mark.sampled
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
 

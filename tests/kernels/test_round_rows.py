@@ -17,6 +17,8 @@ from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduc
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Derived
 
+pytestmark = pytest.mark.sampled
+
 
 class Norm(NamedTuple):
     gain: torch.Tensor

@@ -9,6 +9,8 @@ from ringcore.kernels.expert_matrices import RouterForm, route_reference
 from ringcore.kernels.experts_sort import sort_pairs_reference
 from ringcore.kernels.router import MAX_TOKENS, new_router_counter, route
 
+pytestmark = pytest.mark.sampled
+
 
 def check(x, weight, k, normalises=True, bias=None, correction=None, **form):
     counter, form = new_router_counter(x.device), RouterForm(k, normalises, **form)

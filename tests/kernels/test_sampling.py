@@ -23,6 +23,8 @@ from ringcore.kernels.sampling_draw import exp_of, exponentials
 from ringcore.model_executor.sampler import SamplingInputs, sample, token_logprobs, uniforms
 from ringcore.protocol.row_parameters import ROW_PARAMETERS
 
+pytestmark = pytest.mark.sampled
+
 ON_GPU = torch.cuda.is_available()
 ROWS = 4000 if ON_GPU else 2
 ALLOWED = 2 if ON_GPU else 0

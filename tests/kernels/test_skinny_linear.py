@@ -25,6 +25,8 @@ from ringcore.kernels.skinny_linear import (
 from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
 from ringcore.worker.memory.host_memory import HostVirtualMemory, host_view
 
+pytestmark = pytest.mark.sampled
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
 FMA = FmaConfig(4, 64, 1)

@@ -26,7 +26,7 @@ from ringcore.kernels.span_agreement import HeadShape, decode_rows
 from ringcore.kernels.span_scheduler import SpanTileScheduler, span_tiling
 from ringcore.kernels.split_kv_combine import UNWRITTEN
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:overflow encountered in exp2")]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
 LENS = [(3, 150), (2, 330)]  # (tokens in the step, all tokens): contexts of 2 to 6 spans
 MANY = [(40, 1500), (70, 640), (1, 9000), *[(1, 100 * i) for i in range(1, 30)]]

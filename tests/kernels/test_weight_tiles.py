@@ -25,6 +25,8 @@ from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
 from ringcore.model_executor.linear_schemes.schemes import schemes_of
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 
+pytestmark = pytest.mark.sampled
+
 FMA, WIDE_FMA = PackedFmaConfig(4, 64, 1, 5), PackedFmaConfig(2, 256, 1, 100)
 DOT = DotConfig(32, 64, 2, 2, 1)
 SPLIT, BLOCKS = DotConfig(32, 64, 2, 2, 2), DotConfig(32, 128, 2, 2, 1, block_rows=16)

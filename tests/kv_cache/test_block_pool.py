@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from samples import num_examples
 
 from ringcore.kv_cache.block_pool import BlockPool
 
@@ -281,5 +282,5 @@ class PoolMachine(RuleBasedStateMachine):
                 assert self.pool.lookup(group, [name]).tolist() == [block_id]
 
 
-PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=num_examples(40, 100), stateful_step_count=20, deadline=None)
 TestPool = PoolMachine.TestCase

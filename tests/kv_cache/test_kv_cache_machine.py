@@ -10,6 +10,7 @@ from cache_driver import User, cache_config, chunked, full, latent, start_row, w
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from samples import num_examples
 
 from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys
 from ringcore.kv_cache.cached_prefix import CachedPrefix
@@ -338,5 +339,5 @@ class CacheMachine(RuleBasedStateMachine):
             assert not self.cache.capacity.any()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=num_examples(30, 60), stateful_step_count=30, deadline=None)
 TestKVCache = CacheMachine.TestCase

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import num_examples
 
 from ringcore.errors import CapacityError, ConfigError
 from ringcore.kv_cache.planner import plan_kv_cache
@@ -425,7 +426,7 @@ def models(draw) -> dict[str, KVCacheSpec]:
 
 
 @given(models(), st.lists(st.integers(0, 2**20), min_size=1, max_size=4), OPTIONS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(100, 300), deadline=None)
 def test_the_plan_of_any_model(layers, available_bytes, options):
     try:
         config = plan_ranks([layers] * len(available_bytes), available_bytes, **options)
@@ -472,7 +473,7 @@ def check_groups(config: KVCacheConfig, layers, max_model_len: int) -> None:
 
 
 @given(models(), st.integers(0, 2**18), OPTIONS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(100, 300), deadline=None)
 def test_the_fitted_length_is_the_largest(layers, available_bytes, options):
     limit = options["max_model_len"]
     try:

@@ -31,6 +31,8 @@ from ringcore.model_executor.loader import PrefetchedWeights, load_weights, pend
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.tensor_source import SafetensorsSource
 
+pytestmark = pytest.mark.sampled
+
 CPU = torch.device("cpu")
 
 

@@ -16,6 +16,8 @@ from test_sampler import inputs
 from ringcore.model_executor.logit_adjustments import IN_PROMPT, adjust_logits, count_tokens, reset_counts
 from ringcore.model_executor.sampler import sample
 
+pytestmark = pytest.mark.sampled
+
 PARTS = [
     dict(zip(("bias", "penalties", "masks"), on, strict=True)) for on in itertools.product((True, False), repeat=3)
 ]

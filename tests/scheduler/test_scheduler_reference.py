@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_scheduler import ReferenceRequest, ReferenceScheduler
+from samples import num_examples
 from scheduler_driver import Driver
 
 OPTIONS = {
@@ -95,7 +96,7 @@ operations = st.one_of(
 
 
 @given(options=st.fixed_dictionaries({k: st.sampled_from(v) for k, v in OPTIONS.items()}), what=st.lists(operations))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(80, 200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_agree_on_any_operations(options, what):
     pair = Pair(options)
     for one in what:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import num_examples
 from scheduler_driver import Driver
 
 from ringcore.errors import InvalidRequestError
@@ -88,7 +89,7 @@ def test_a_prompt_is_not_told_of_beyond_all_bounds():
 IDS = st.lists(st.integers(-2, 52) | st.sampled_from([2**31, 2**63, 1.0, None, "a", True]), max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(100, 300), deadline=None)
 @given(prompt=IDS, bad_words=st.lists(IDS, max_size=3) | st.sampled_from([5, None, ["ab"], [b"ab"]]))
 def test_no_id_of_another_vocabulary_gets_in(prompt, bad_words):
     engine = Driver(num_blocks=9)

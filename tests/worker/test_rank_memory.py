@@ -23,6 +23,8 @@ from ringcore.worker.memory.file_store import FileStore
 from ringcore.worker.memory.host_link import LocalLink
 from ringcore.worker.memory.host_store import HostBudget, HostStore, MemoryStore
 
+pytestmark = pytest.mark.sampled
+
 PLENTY = HostBudget(lambda: 1 << 40, 1)
 AWAY_1 = {"weights": "offloaded", "kv_cache": "discarded"}
 AWAY_2 = {"weights": "discarded", "kv_cache": "discarded"}

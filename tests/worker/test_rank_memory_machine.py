@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rank_memory import LateLink, Rank
+from samples import num_examples
 
 from ringcore.errors import CapacityError, InvalidRequestError
 from ringcore.worker.memory import arena as arena_module
@@ -179,7 +180,9 @@ class LateCopiesMachine(RankMemoryMachine):
     is_late = True
 
 
-SETTINGS = settings(max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=ALL)
+SETTINGS = settings(
+    max_examples=num_examples(40, 100), stateful_step_count=25, deadline=None, suppress_health_check=ALL
+)
 
 
 class TestRankMemory(RankMemoryMachine.TestCase):

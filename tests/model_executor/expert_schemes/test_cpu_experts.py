@@ -14,7 +14,7 @@ from ringcore.model_executor.linear_schemes.codes import ByteCodes, Codes, WordC
 from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
 
-pytestmark = pytest.mark.skipif(block_kernels() is None, reason="no C compiler")
+pytestmark = [pytest.mark.sampled, pytest.mark.skipif(block_kernels() is None, reason="no C compiler")]
 
 EXPERTS, INPUTS = 4, 384
 BY_TOKEN = InputRounding(InputFormat("int8", "token", None))

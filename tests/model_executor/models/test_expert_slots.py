@@ -27,6 +27,8 @@ from ringcore.model_executor.weight import Arrangement
 from ringcore.model_executor.weight_update import WeightUpdate
 from ringcore.protocol.expert_placement import ExpertPlacement
 
+pytestmark = pytest.mark.sampled
+
 # Of 4 experts in 6 slots of 2 ranks: what was elsewhere, in another order, and the replicas of others.
 PLACED = ExpertPlacement((3, 2, 1, 1, 0, 3), 4, 2)
 MODELS = {"native": "qwen3_moe", "transformers": "qwen3_moe", "biased, transposed, one tensor": "gpt_oss"}

@@ -23,6 +23,8 @@ from ringcore.model_executor.models.transformers.construction import build_on_me
 from ringcore.model_executor.models.transformers.expert_forms import form_of, is_experts
 from ringcore.model_executor.weight_update import WeightUpdate
 
+pytestmark = pytest.mark.sampled
+
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -16,6 +16,8 @@ from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.model_executor.models import model_class
 
+pytestmark = pytest.mark.sampled
+
 LENGTH = 120  # three times the original context of the scaled kinds, so that their scaling matters
 
 

@@ -37,6 +37,8 @@ from ringcore.model_executor.models.transformers.fusion.recognised import Recogn
 from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.protocol.folder_check import FolderCheckStart
 
+pytestmark = pytest.mark.sampled
+
 VOCABULARY, CPU = 97, torch.device("cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
