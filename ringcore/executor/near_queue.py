@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ringcore.executor.message_queue import Message, MessageReader, MessageWriter, layout, split
 from ringcore.executor.ring_buffer import Buffer, RecordTooLarge, RingReader, RingWriter
 from ringcore.executor.ring_memory import RingCorruptError, RingHandle, create_ring
 from ringcore.executor.side_channel import STUB_BYTES, MemfdChannel, SideChannel
-from ringcore.executor.waiting import Waiter
+from ringcore.executor.waiting import Waiter, looks_per_yield
 from ringcore.executor.zmq_channel import ZmqChannel
 
 __all__ = ["NearReader", "NearWriter", "QueueHandle", "create_queue"]
@@ -125,7 +126,8 @@ class NearReader(MessageReader):
         self.events, self.sources = [handle.ring.wake_fds[index]], []
         self.waiter = Waiter(self.events, deaths)
         self._inline = Message(self._ring.release)  # reused: the ring leases one record at a time
-        self.has_message, self.spin_until = self._ring.has_record, self._ring.spin
+        self.has_message = self._ring.has_record
+        self.spin_until = partial(self._ring.spin, num_looks=looks_per_yield(spin_s))
 
     def try_receive(self) -> Message | None:
         record = self._ring.try_read()

@@ -248,14 +248,18 @@ class RingReader:
         """Whether `try_read` would return a record or raise `RingClosed`."""
         return self.closed or self._words[_HEAD] != self._position or self._words[_CLOSED] != 0
 
-    def spin(self, until: float) -> bool:
-        """Spins, yielding the core each time, until a record has arrived; False at `until` (monotonic)."""
+    def spin(self, until: float, num_looks: int = 1) -> bool:
+        """Spins, yielding the core after every `num_looks` looks, until a record has arrived; False at `until`
+        (monotonic)."""
         words, position, now, let_others_run = self._words, self._position, time.monotonic, os.sched_yield
-        while words[_HEAD] == position:
+        looks = range(num_looks)
+        while True:
+            for _ in looks:
+                if words[_HEAD] != position:
+                    return True
             if now() >= until:
                 return False
             let_others_run()
-        return True
 
     def try_read(self) -> tuple[int, list[memoryview]] | None:
         """The next record's kind and parts, or None if there is none.

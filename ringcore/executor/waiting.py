@@ -11,18 +11,21 @@ from functools import partial
 from ringcore.executor.memory_order import IS_STRONGLY_ORDERED
 
 __all__ = [
+    "OWN_CORE_LOOKS",
     "SPACE_TICK_S",
     "DeadlinePassed",
     "PeerDied",
     "SpinBudget",
     "Waiter",
     "drain_event",
+    "looks_per_yield",
     "signal_event",
     "spin_budget_s",
 ]
 
 SPIN_S = 200e-6  # longer than the copy of a large message, much shorter than a step
 CROWDED_SPIN_S = 50e-6
+OWN_CORE_LOOKS = 128  # some 5 us: a spinner is in the kernel, where it sees nothing, for a tenth of the time, not most
 SPIN_FACTOR = 5
 LOST_CORE_S = 0.5e-3  # a yield that takes longer gave the core to a process with work of its own, not to the peer
 REST_S, MAX_REST_S = 0.05, 0.4  # without spins: the one that ends a rest costs a tick if the core is still taken
@@ -51,6 +54,12 @@ def spin_budget_s(num_processes: int) -> float:
     if not IS_STRONGLY_ORDERED:
         return 0.0
     return SPIN_S if len(os.sched_getaffinity(0)) >= num_processes else CROWDED_SPIN_S
+
+
+def looks_per_yield(spin_s: float) -> int:
+    """How many looks in a row, between two yields of the core, a spinner with this budget takes; one where it may keep
+    the process that it waits for from its core."""
+    return OWN_CORE_LOOKS if spin_s >= SPIN_S else 1
 
 
 def signal_event(fd: int) -> None:

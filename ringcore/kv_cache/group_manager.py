@@ -68,6 +68,9 @@ class GroupManager(ABC):
         self._hashes_per_block = block_size // hash_block_size
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self._token_ids = np.zeros((len(pool.ref_counts), block_size), np.int32)  # by block id: tokens of cached ones
+        # The same with a block as one element: numpy copies elements much faster than short rows.
+        self._block_dtype = np.dtype((np.void, self._token_ids.itemsize * block_size))
+        self._blocks = self._token_ids.view(self._block_dtype)[:, 0]
 
     # What differs between kinds of attention.
 
@@ -175,7 +178,7 @@ class GroupManager(ABC):
         if not is_held.all():
             at_rows, at_blocks, ids = at_rows[is_held], at_blocks[is_held], ids[is_held]
         # Also written for a duplicate block, where no lookup reads them.
-        self._token_ids[ids] = self._blocks_of(token_ids)[at_rows, at_blocks]
+        self._blocks[ids] = self._blocks_of(token_ids)[at_rows, at_blocks]
         spans = zip(rows.tolist(), first.tolist(), end.tolist(), users, strict=True)
         if self.unhashed is not None:
             self._publish_unhashed(self.unhashed, token_ids, ids, spans)
@@ -205,11 +208,10 @@ class GroupManager(ABC):
         return tokens
 
     def _blocks_of(self, token_ids: np.ndarray) -> np.ndarray:
-        """token_ids [num_rows, num_tokens] as [num_rows, num_blocks, block_size], without a copy: whole blocks only."""
-        (num_rows, num_tokens), size = token_ids.shape, self.block_size
-        row_bytes, token_bytes = token_ids.strides
-        shape, strides = (num_rows, num_tokens // size, size), (row_bytes, size * token_bytes, token_bytes)
-        return np.lib.stride_tricks.as_strided(token_ids, shape, strides, writeable=False)
+        """token_ids [num_rows, num_tokens] as [num_rows, num_blocks] elements as in `_blocks`, without a copy: whole
+        blocks only."""
+        num_tokens = token_ids.shape[1] // self.block_size * self.block_size
+        return token_ids[:, :num_tokens].view(self._block_dtype)
 
     def adopt(self, ids: np.ndarray, hashes: Sequence[bytes], token_ids: np.ndarray) -> None:
         """Puts blocks in use, whose contents came from elsewhere, into the prefix cache. token_ids: [n, block_size]."""

@@ -27,6 +27,7 @@ MAX_COUNT = 2**31 - 1  # the workers' columns are int32
 MAX_TIMEOUT_S = 1_000_000.0  # 11 days; poll() takes 24
 _MAX_SHOWN_CHARS = 80
 _SENDABLE_INT = 2**63  # msgpack's limit of the absolute value
+_NUMBERS = (int, float)  # a union of types would be made anew by each check
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = _MAX_SHOWN_CHARS
@@ -63,13 +64,13 @@ def check_int(name: str, value: object, low: int, high: int, remedy: str) -> Non
 
 def check_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
     """A finite number from `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN too
+    if not isinstance(value, _NUMBERS) or isinstance(value, bool) or not low <= value <= high:  # NaN too
         raise bad_field(name, value, f"give a number from {low:g} to {high:g}; {remedy}")
 
 
 def is_timeout(value: object, max_s: float = MAX_TIMEOUT_S) -> bool:
     """Whether it is a valid timeout in seconds, including 0."""
-    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= max_s  # false for NaN
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool) and 0 <= value <= max_s  # false for NaN
 
 
 def check_timeout(name: str, timeout: object, max_s: float = MAX_TIMEOUT_S, *, or_none: bool = True) -> None:

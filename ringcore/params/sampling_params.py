@@ -23,6 +23,7 @@ __all__ = ["OutputKind", "Pooling", "RequestOutputKind", "SamplingParams"]
 
 OutputKind = Literal["cumulative", "delta", "final"]
 Pooling = Literal["last", "mean"]
+_OUTPUT_KINDS, _POOLINGS = get_args(OutputKind), get_args(Pooling)
 
 
 class RequestOutputKind(StrEnum):
@@ -183,14 +184,21 @@ class SamplingParams:
                 check_int(name, getattr(self, name), -1, MAX_COUNT, "-1 reports the whole vocabulary, None none")
 
     def _check_stops(self) -> None:
-        if self.stop is not None and not isinstance(self.stop, str | list | tuple):
+        if self.stop is not None:
+            self._check_stop_strings()
+        if self.stop_token_ids is not None:
+            self._check_stop_token_ids(self.stop_token_ids)
+
+    def _check_stop_strings(self) -> None:
+        if not isinstance(self.stop, str | list | tuple):
             raise bad_field("stop", self.stop, "give a string, or a list of strings")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
             raise bad_field("stop", len(stops), f"give at most {MAX_STOP_STRINGS} stop strings")
         for text in stops:
             check_text("stop", text, MAX_STOP_STRING_CHARS, "a stop string")
-        ids = [] if self.stop_token_ids is None else self.stop_token_ids
+
+    def _check_stop_token_ids(self, ids: object) -> None:
         if not isinstance(ids, list | tuple):
             raise bad_field("stop_token_ids", ids, "give a list of token ids")
         if len(ids) > MAX_STOP_TOKEN_IDS:
@@ -202,19 +210,19 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise bad_field(name, getattr(self, name), "give True or False")
-        if self.stop_strings and not self.detokenize:
+        if not self.detokenize and self.stop_strings:
             raise bad_field(
                 "detokenize", False, "give True: stop strings are found in the text; or give stop_token_ids instead"
             )
         check_int("n", self.n, 1, MAX_N, "each is a completion of its own")
         if self.seed is not None and self.seed + self.n - 1 > MAX_SEED:
             raise bad_field("seed", self.seed, f"give at most {MAX_SEED - self.n + 1}; completion i of n has seed + i")
-        kinds = get_args(OutputKind)
-        if not isinstance(self.output_kind, str) or self.output_kind not in kinds:
-            raise bad_field("output_kind", self.output_kind, f"give one of {', '.join(kinds)}")
-        object.__setattr__(self, "output_kind", str(self.output_kind))  # of a RequestOutputKind
-        if self.pooling is not None and (not isinstance(self.pooling, str) or self.pooling not in get_args(Pooling)):
-            raise bad_field("pooling", self.pooling, f"give one of {', '.join(get_args(Pooling))}")
+        if not isinstance(self.output_kind, str) or self.output_kind not in _OUTPUT_KINDS:
+            raise bad_field("output_kind", self.output_kind, f"give one of {', '.join(_OUTPUT_KINDS)}")
+        if type(self.output_kind) is not str:  # of a RequestOutputKind
+            object.__setattr__(self, "output_kind", str(self.output_kind))
+        if self.pooling is not None and (not isinstance(self.pooling, str) or self.pooling not in _POOLINGS):
+            raise bad_field("pooling", self.pooling, f"give one of {', '.join(_POOLINGS)}")
         if self.structured_outputs is not None:
             self._check_structured_outputs()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringcore.kv_cache.block_hash import ExtraKeys
+from ringcore.kv_cache.block_hash import NO_EXTRA_KEYS, ExtraKeys
 from ringcore.params.outputs import FinishReason
 from ringcore.protocol.requests import (
     EngineCoreOutput,
@@ -96,7 +96,7 @@ class Request:
         self.row: int | None = None
         self.run: int | None = None  # unique number of its last start
         self.num_tokens_when_preempted = 0  # computed in that run, including steps in flight
-        self.extra_keys = ExtraKeys(cache_salt=request.cache_salt)
+        self.extra_keys = NO_EXTRA_KEYS if request.cache_salt is None else ExtraKeys(cache_salt=request.cache_salt)
         self.block_hashes: list[bytes] = []  # stay valid across preemption: tokens never change
 
         self.waiting_since_s = request.arrival_s  # waiting for a row since it arrived, or was preempted

@@ -140,7 +140,9 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
     _check_rows(step, output, sampled)
     max_gained = None if step.max_gained is None else step.max_gained[sampled]
     _check_tokens(step, output, spans, max_gained, int(sampled.sum()))
-    failed = [(int(positions[index]), messages[int(step.rows[index])]) for index in np.flatnonzero(alive & erring)]
+    failed = []
+    if messages:
+        failed = [(int(positions[index]), messages[int(step.rows[index])]) for index in np.flatnonzero(alive & erring)]
     here, kept = positions[alive & sampled], alive[sampled]
     token_ids, spans, logprobs = _kept(output.token_ids, spans, output.logprobs, kept)
     if max_gained is not None:

@@ -117,7 +117,7 @@ class Starter:
 
     def _may_skip_ahead(self, passed: Sequence[Request]) -> bool:
         limit = self._config.max_skip_ahead
-        return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
+        return not passed or (len(passed) <= limit and all(request.num_times_passed < limit for request in passed))
 
     def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
         kv_cache = self._running.kv_cache

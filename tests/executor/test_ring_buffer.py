@@ -315,3 +315,44 @@ def test_the_ring_works_with_a_fence(monkeypatch):
         assert ring.read() == bytes([i]) * 999
     assert len(calls) >= 300  # before the head, after the head, before the tail
     ring.close()
+
+
+class Looked:
+    """Words that count how often they are read."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words, self.num = words, 0
+
+    def __getitem__(self, index: int) -> int:
+        self.num += 1
+        return self._words[index]
+
+
+@pytest.mark.parametrize("num_looks", [1, 5])
+def test_a_spin_yields_after_so_many_looks_and_sees_what_came_meanwhile(ring, monkeypatch, num_looks):
+    reader = ring.readers[0]
+    looked = Looked(reader._words)
+    looks_at_yields = []
+
+    def other_runs() -> None:
+        looks_at_yields.append(looked.num)
+        if len(looks_at_yields) == 3:
+            assert ring.writer.try_write(KIND, [b"came"])
+
+    monkeypatch.setattr("os.sched_yield", other_runs)
+    monkeypatch.setattr(reader, "_words", looked)
+    assert reader.spin(float("inf"), num_looks)
+    assert looks_at_yields == [num_looks, 2 * num_looks, 3 * num_looks]
+    assert looked.num == 3 * num_looks + 1
+    assert ring.read() == b"came"
+
+
+@pytest.mark.parametrize("num_looks", [1, 5])
+def test_a_spin_until_a_moment_that_has_passed_only_looks(ring, monkeypatch, num_looks):
+    yields = []
+    monkeypatch.setattr("os.sched_yield", lambda: yields.append(1))
+    reader = ring.readers[0]
+    assert not reader.spin(0.0, num_looks)
+    assert ring.writer.try_write(KIND, [b"x"])
+    assert reader.spin(0.0, num_looks)
+    assert yields == []

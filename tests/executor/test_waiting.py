@@ -8,11 +8,13 @@ import pytest
 
 from ringcore.executor import waiting
 from ringcore.executor.waiting import (
+    OWN_CORE_LOOKS,
     DeadlinePassed,
     PeerDied,
     SpinBudget,
     Waiter,
     drain_event,
+    looks_per_yield,
     signal_event,
     spin_budget_s,
 )
@@ -111,8 +113,11 @@ def test_who_has_no_core_of_its_own_spins_less(monkeypatch):
     monkeypatch.setattr(waiting, "IS_STRONGLY_ORDERED", True)
     assert spin_budget_s(2) == 200e-6
     assert spin_budget_s(3) == 50e-6
+    assert looks_per_yield(spin_budget_s(2)) == OWN_CORE_LOOKS
+    assert looks_per_yield(spin_budget_s(3)) == 1
     monkeypatch.setattr(waiting, "IS_STRONGLY_ORDERED", False)
     assert spin_budget_s(1) == 0
+    assert looks_per_yield(spin_budget_s(1)) == 1
 
 
 def test_a_short_sleep_makes_patient_and_a_long_one_does_not():
