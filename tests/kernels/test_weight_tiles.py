@@ -67,6 +67,7 @@ def packed(kind, weight, device, monkeypatch, dtype=torch.float32, start=0, leng
     shard = LinearShard("layer", (OutputSlice("m", num_outputs, 0, num_outputs),), inputs, dtype)
     rule = formats.Rule(["Linear"], FORMATS[kind])
     scheme = schemes_of(formats.Quantization("test", [rule]))("m")
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     tensors = {}
     for suffix, declared in scheme.weights(shard).items():
         part = declared.parts[0]
@@ -85,7 +86,6 @@ def packed(kind, weight, device, monkeypatch, dtype=torch.float32, start=0, leng
         raise _Seen
 
     monkeypatch.setattr(sys.modules[type(scheme).__module__], "quantized_product", see)
-    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     with pytest.raises(_Seen):
         scheme.product(shard, tensors, None, True)
     expanded = stored.expanded[:, start : start + inputs.length]

@@ -45,8 +45,9 @@ static const Layout LAYOUTS[] = {
 typedef struct {
     const uint8_t *blocks;
     const float *scales;   // [scales of an output][16], where blocks have none
-    const uint8_t *zeros;  // likewise; of E2M1 the exponents
+    const uint8_t *zeros;  // likewise, of BYTES less `least_zero`; of E2M1 the exponents
     int shift;             // a scale is of 2^shift groups
+    int least_zero;        // 0 or 1: zeros of 1 to 256 are bytes too
 } Run;
 
 // The units of one field of 16 rows from `rows` into `run`, or back; `bytes`, of a unit, is a constant.
@@ -59,10 +60,11 @@ INLINE void move_units(int bytes, int count, uint8_t *rows, int num_rows, int64_
         }
 }
 
-// Up to 16 rows from `rows` into `run`, 16 times row_bytes, or back; what has no row stays as it is there.
-static void interleave(int kind, uint8_t *rows, int num_rows, int64_t row_bytes, uint8_t *run, int restore) {
+// The first num_bytes, whole blocks, of up to 16 rows from `rows` into `run`, or back; what has no row stays as it is
+// there.
+static void interleave(int kind, uint8_t *rows, int num_rows, int64_t row_bytes, int64_t num_bytes, uint8_t *run, int restore) {
     const Layout *layout = &LAYOUTS[kind];
-    for (int64_t start = 0; start < row_bytes; start += layout->bytes)
+    for (int64_t start = 0; start < num_bytes; start += layout->bytes)
         for (const Field *field = layout->fields; field < layout->fields + 5 && field->count; field++) {
             uint8_t *from = rows + start + field->offset, *to = run + LANES * (start + field->offset);
             if (field->bytes == 4) move_units(4, field->count, from, num_rows, row_bytes, to, restore);
@@ -177,6 +179,7 @@ INLINE void unpack(int kind, const Run *run, int64_t index, int group, Group *ou
             u8x16 zeros;
             memcpy(&zeros, run->zeros + LANES * (index >> run->shift), LANES);
             out->zeros = floats_of_bytes(zeros);
+            if (kind == BYTES) out->zeros += (float)run->least_zero;
         }
         return;
     }

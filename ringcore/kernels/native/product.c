@@ -11,12 +11,12 @@ enum { MOST_ROWS = 64 };    // that are multiplied at a time: packed, they stay 
 
 typedef struct {
     const uint8_t *weight;  // interleaved by 16 rows; the rows after the last whole run as in the file
-    int64_t num_outputs, num_inputs, row_bytes;
+    int64_t num_outputs, num_inputs, row_bytes;  // of a row there may be more than its blocks
     const float *bias;     // or NULL
     const float *scales;   // [runs][scales of an output][16], where blocks have none
     const uint8_t *zeros;  // likewise; of E2M1, which has no `scales`, the exponents
     int64_t run_scales;    // numbers of these of a run
-    int32_t kind, form, shift;
+    int32_t kind, form, shift, least_zero;
 } Matrix;
 
 typedef struct {
@@ -279,14 +279,15 @@ static void run_product(const Call *call, int S, const Run *runs, float *sums) {
 
 // The run of 16 outputs from `first`; fewer are interleaved in `scratch`.
 static Run run_at(const Matrix *matrix, int64_t first, uint8_t *scratch) {
-    Run run = {matrix->weight + first * matrix->row_bytes, NULL, NULL, matrix->shift};
+    Run run = {matrix->weight + first * matrix->row_bytes, NULL, NULL, matrix->shift, matrix->least_zero};
     int64_t scale = first / LANES * matrix->run_scales;
     if (matrix->scales) run.scales = matrix->scales + scale;
     if (matrix->zeros) run.zeros = matrix->zeros + scale;
     int64_t left = matrix->num_outputs - first;
     if (left >= LANES) return run;
     memset(scratch, 0, LANES * matrix->row_bytes);
-    interleave(matrix->kind, (uint8_t *)run.blocks, (int)left, matrix->row_bytes, scratch, 0);
+    int64_t num_bytes = matrix->num_inputs / LAYOUTS[matrix->kind].inputs * LAYOUTS[matrix->kind].bytes;
+    interleave(matrix->kind, (uint8_t *)run.blocks, (int)left, matrix->row_bytes, num_bytes, scratch, 0);
     run.blocks = scratch;
     return run;
 }
@@ -480,8 +481,8 @@ static void arrange_runs(void *data, int64_t run, int64_t end) {
     for (; run < end; run++) {
         uint8_t *rows = all->weight + LANES * run * all->row_bytes;
         memcpy(copy, rows, LANES * all->row_bytes);
-        if (all->restore) interleave(all->kind, rows, LANES, all->row_bytes, copy, 1);
-        else interleave(all->kind, copy, LANES, all->row_bytes, rows, 0);
+        if (all->restore) interleave(all->kind, rows, LANES, all->row_bytes, all->row_bytes, copy, 1);
+        else interleave(all->kind, copy, LANES, all->row_bytes, all->row_bytes, rows, 0);
     }
     free(copy);
 }

@@ -163,7 +163,7 @@ INLINE void integer_tile(int R, int S, const Run *runs, int64_t num_groups, cons
         UNROLLED
         for (int r = 0; r < R; r++)
             UNROLLED
-            for (int s = 0; s < S; s++) dots[s][r] = dot_bytes(8, dots[s][r], codes[s], x[i * R + r]);
+            for (int s = 0; s < S; s++) dots[s][r] = dot_bytes(dots[s][r], codes[s], x[i * R + r]);
     }
     x += 8 * num_groups * R;
     UNROLLED
@@ -195,10 +195,9 @@ INLINE void add_rounded(int kind, int R, const Run *run, int64_t block, int inde
         UNROLLED
         for (int r = 0; r < R; r++) dots[r] = (i32x16){} + (has_minima(kind) ? 0 : x[(halves == 2 ? 9 + half : 11) * R + r]);
         UNROLLED
-        for (int j = 0; j < words; j++)
+        for (int j = words * half; j < words * (half + 1); j += words_together(bits_of(kind)))
             UNROLLED
-            for (int r = 0; r < R; r++)
-                dots[r] = dot_bytes(bits_of(kind), dots[r], group.codes[words * half + j], x[(words * half + j) * R + r]);
+            for (int r = 0; r < R; r++) dots[r] = dot_words(bits_of(kind), dots[r], group.codes + j, x + j * R + r, R);
         UNROLLED
         for (int r = 0; r < R; r++)
             sum[r] = fma16(__builtin_convertvector(dots[r], f32x16), group.scales[half] * of_row[r], sum[r]);

@@ -213,21 +213,14 @@ INLINE void store_up_to(uint8_t *to, f32x16 x, int64_t n, int32_t kind) {
     memcpy(to, numbers, n * bytes_of_number(kind));
 }
 
-// sums + the four products of unsigned bytes of a, of so many bits, and signed bytes of b, of each word.
-INLINE i32x16 dot_bytes(int bits, i32x16 sums, u32x16 a, int32_t b) {
+// sums + the four products of unsigned bytes of a and signed bytes of b, of each word.
+INLINE i32x16 dot_bytes(i32x16 sums, u32x16 a, int32_t b) {
 #if defined(__AVX512VNNI__)
     return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, _mm512_set1_epi32(b));
 #elif defined(__AVX2__)
     union { u32x16 all; __m256i half[2]; } x = {a};
     union { i32x16 all; __m256i half[2]; } s = {sums};
     __m256i word = _mm256_set1_epi32(b), low = _mm256_set1_epi16(255);
-    if (bits < 8) {
-        for (int i = 0; i < 2; i++) {
-            __m256i pairs = _mm256_maddubs_epi16(x.half[i], word);
-            s.half[i] = _mm256_add_epi32(s.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-        }
-        return s.all;
-    }
     // Products of two pairs of 16 bits: of 8 bits `maddubs` would saturate.
     __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(word, 8), 8), odd = _mm256_srai_epi16(word, 8);
     for (int i = 0; i < 2; i++) {
@@ -240,6 +233,37 @@ INLINE i32x16 dot_bytes(int bits, i32x16 sums, u32x16 a, int32_t b) {
     for (int i = 0; i < 4; i++) sums += (i32x16)(a >> 8 * i & 255) * (int8_t)(b >> 8 * i);
     return sums;
 #endif
+}
+
+// How many words' products, each of two pairs, 16 bits hold: 8 of codes of up to 15, 4 of up to 31, by up to 127. Of 6
+// bits it is 2, which is slower than one by one.
+INLINE int words_together(int bits) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+    return bits == 4 ? 8 : bits == 5 ? 4 : 1;
+#else
+    return 1;
+#endif
+}
+
+// As `dot_bytes` of as many words as `words_together`, to the same bits: word i of b is b[i * stride].
+INLINE i32x16 dot_words(int bits, i32x16 sums, const u32x16 *a, const int32_t *b, int stride) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+    if (bits < 8) {
+        union { i32x16 all; __m256i half[2]; } s = {sums};
+        UNROLLED
+        for (int i = 0; i < 2; i++) {
+            __m256i pairs = _mm256_setzero_si256();
+            UNROLLED
+            for (int j = 0; j < words_together(bits); j++) {
+                union { u32x16 all; __m256i half[2]; } x = {a[j]};
+                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(x.half[i], _mm256_set1_epi32(b[j * stride])));
+            }
+            s.half[i] = _mm256_add_epi32(s.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+        return s.all;
+    }
+#endif
+    return dot_bytes(sums, a[0], b[0]);
 }
 
 // sums + the two products of bfloat16 numbers of each word.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from ringcore.model_executor import ops
+from ringcore.model_executor.linear_schemes.block_arrangements import are_in_blocks
 from ringcore.model_executor.linear_schemes.block_kernels import (
     LANES,
     BlockLayout,
@@ -15,7 +17,7 @@ from ringcore.model_executor.linear_schemes.block_kernels import (
 )
 from ringcore.model_executor.weight import Arrangement
 
-__all__ = ["ForDevice", "interleaved_blocks", "is_interleaved"]
+__all__ = ["Interleaved", "interleaved_blocks", "is_interleaved"]
 
 _GROUP, _GROUP_BYTES = 32, 16  # inputs of a block, and its codes
 
@@ -23,8 +25,7 @@ _GROUP, _GROUP_BYTES = 32, 16  # inputs of a block, and its codes
 def is_interleaved(tensor: torch.Tensor) -> bool:
     """tensor: [num_experts, num_outputs, ...]: whether an expert's outputs are whole runs, for which there are
     kernels."""
-    is_on_cpu = tensor.device.type == "cpu" and not ops.has_kernels(tensor.device)
-    return is_on_cpu and tensor.shape[1] % LANES == 0 and block_kernels() is not None
+    return are_in_blocks(tensor.device) and tensor.shape[1] % LANES == 0
 
 
 def interleaved_blocks(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> KernelMatrix:
@@ -37,30 +38,23 @@ def interleaved_blocks(blocks: torch.Tensor, exponents: torch.Tensor, dtype: tor
     return KernelMatrix(kernels, blocks.flatten(0, 1).flatten(1), layout, scales=scales)
 
 
-class ForDevice(Arrangement):
-    """Of [num_experts, num_outputs, ...]: one order for a GPU, another one for the C kernels."""
+@dataclass(frozen=True, slots=True)
+class Interleaved(Arrangement):
+    """Of [num_experts, num_outputs, ...], where an expert's outputs are whole runs."""
 
-    def __init__(self, of_gpu: Arrangement, kind: str) -> None:
-        """kind: of the C kernels' blocks."""
-        self._of_gpu, self._kind = of_gpu, kind
+    kind: str  # of the C kernels' blocks
 
     def is_used_on(self, device: torch.device) -> bool:
-        return self._of_gpu.is_used_on(device) or (device.type == "cpu" and block_kernels() is not None)
+        return are_in_blocks(device)
 
     def arrange(self, tensor: torch.Tensor) -> None:
-        if ops.has_kernels(tensor.device):
-            self._of_gpu.arrange(tensor)
-        else:
-            self._interleave(tensor, is_restored=False)
+        self._interleave(tensor, is_restored=False)
 
     def restore(self, tensor: torch.Tensor) -> None:
-        if ops.has_kernels(tensor.device):
-            self._of_gpu.restore(tensor)
-        else:
-            self._interleave(tensor, is_restored=True)
+        self._interleave(tensor, is_restored=True)
 
     def _interleave(self, tensor: torch.Tensor, is_restored: bool) -> None:
         kernels = block_kernels()
         if kernels is not None and is_interleaved(tensor):
             num_rows = tensor.shape[0] * tensor.shape[1]
-            kernels.interleave(self._kind, tensor.view(num_rows, -1), is_restored)
+            kernels.interleave(self.kind, tensor.view(num_rows, -1), is_restored)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.model_executor.linear_schemes.block_kernels import LANES, KernelMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
+from ringcore.model_executor.weight import Derived
 
 __all__ = ["KernelExperts"]
 
@@ -20,13 +23,15 @@ class KernelExperts(ExpertWeight):
         dtype: torch.dtype,
         rounding: InputRounding | None = None,
         orders: torch.Tensor | None = None,
+        derived: Sequence[Derived] = (),
     ) -> None:
         """matrix: the outputs of the experts one after the other, whole runs of each. rounding: of the inputs, which
-        the kernels do not round. orders: [num_experts, num_inputs] int64, in which each expert has its inputs."""
+        the kernels do not round. orders: [num_experts, num_inputs] int64, in which each expert has its inputs.
+        derived: in the order in which they are recomputed."""
         self.shape = num_experts, matrix.num_outputs // num_experts, matrix.num_inputs
         assert self.shape[1] % LANES == 0, self.shape
         self.dtype, self.device = dtype, torch.device("cpu")
-        self._matrix, self._rounding, self._orders = matrix, rounding, orders
+        self._matrix, self._rounding, self._orders, self._derived = matrix, rounding, orders, derived
 
     @property
     def stored(self) -> PackedWeight:
@@ -34,6 +39,10 @@ class KernelExperts(ExpertWeight):
 
     def rounded(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._rounding is None else self._rounding.rounded(rows)
+
+    def refresh(self) -> None:
+        for one in self._derived:
+            one.refresh()
 
     def numbers(self, experts: torch.Tensor) -> torch.Tensor:
         outputs = experts[:, None] * self.shape[1] + torch.arange(self.shape[1])

@@ -15,11 +15,12 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import Mxfp4Format
 from ringcore.kernels.expert_matrices import ExpertWeight
 from ringcore.model_executor import ops
-from ringcore.model_executor.expert_schemes.interleaved_blocks import ForDevice, interleaved_blocks, is_interleaved
+from ringcore.model_executor.expert_schemes.interleaved_blocks import Interleaved, interleaved_blocks, is_interleaved
 from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
 from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 from ringcore.model_executor.linear_schemes.arrangements import E2m1Blocks, ExponentsByGroup, run_of
+from ringcore.model_executor.linear_schemes.block_arrangements import ForDevice
 from ringcore.model_executor.linear_schemes.codes import Codes, E2m1Codes
 from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 from ringcore.model_executor.weight import Arrangement
@@ -27,7 +28,7 @@ from ringcore.model_executor.weight import Arrangement
 __all__ = ["Mxfp4Scheme"]
 
 _BLOCKS, _SCALES = E2m1Blocks(run_of(Mxfp4Format.group)), ExponentsByGroup()
-_OF_BLOCKS, _OF_SCALES = ForDevice(_BLOCKS, "E2M1"), ForDevice(_SCALES, "EXPONENTS")
+_OF_BLOCKS, _OF_SCALES = ForDevice(_BLOCKS, Interleaved("E2M1")), ForDevice(_SCALES, Interleaved("EXPONENTS"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,12 +84,14 @@ class ExpertSlots:
             return 0
         num_bytes = 0
         for one in self._tensors:
-            is_arranged = one.arrangement is not None and ops.has_kernels(one.tensor.device)
-            if one.arrangement is not None and is_arranged:
-                one.arrangement.restore(one.tensor)
+            arrangement = one.arrangement
+            if arrangement is not None and not arrangement.is_used_on(one.tensor.device):
+                arrangement = None
+            if arrangement is not None:
+                arrangement.restore(one.tensor)
             num_bytes += self._move(one.bytes_by_slot(placement.slots_per_rank), placement)
-            if one.arrangement is not None and is_arranged:
-                one.arrangement.arrange(one.tensor)
+            if arrangement is not None:
+                arrangement.arrange(one.tensor)
         self.placement = placement
         self._fill_tables()
         self._moved()

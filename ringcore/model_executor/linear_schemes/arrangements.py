@@ -13,7 +13,10 @@ import torch
 
 from ringcore.kernels.packed_weight import MAX_E2M1_EXPONENT, TILE_OUTPUTS, TILE_WORDS
 from ringcore.model_executor.linear_schemes.codes import (
+    AwqCodes,
+    CodePlaces,
     E2m1QuadCodes,
+    WordCodes,
     awq_columns,
     from_e2m1,
     from_quads,
@@ -89,6 +92,10 @@ class ColumnsArrangement(Arrangement):
         """Of outputs `first` to `end`: [n, num_inputs] uint8."""
 
     @abstractmethod
+    def places(self, words: torch.Tensor) -> CodePlaces:
+        """Of all outputs."""
+
+    @abstractmethod
     def words(self, numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The inverse, of all outputs, in the shape of `like`."""
 
@@ -124,6 +131,9 @@ class Transposed(ColumnsArrangement):
     def numbers(self, words: torch.Tensor, first: int, end: int) -> torch.Tensor:
         columns = words[:, first:end].t().contiguous()
         return unpacked(columns.view(torch.uint8), self.bits)[:, : self.num_inputs]
+
+    def places(self, words: torch.Tensor) -> CodePlaces:
+        return WordCodes(words.t(), self.bits, self.num_inputs).places()
 
     def words(self, numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         numbers = torch.nn.functional.pad(numbers, (0, len(like) * 32 // self.bits - self.num_inputs))
@@ -207,6 +217,9 @@ class AwqArrangement(ColumnsArrangement):
         columns = self._columns(words.device)[first:end]
         found = words.view(torch.uint8).index_select(1, columns // 2)
         return (found >> (columns % 2 * 4).to(torch.uint8)).bitwise_and_(15).t()
+
+    def places(self, words: torch.Tensor) -> CodePlaces:
+        return AwqCodes(words, self._columns(words.device)).places()
 
     def words(self, numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         every = numbers.new_zeros(len(like), 8 * like.shape[1])

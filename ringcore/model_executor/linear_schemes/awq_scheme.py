@@ -11,7 +11,13 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import AwqFormat
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.arrangements import AwqArrangement, run_of
-from ringcore.model_executor.linear_schemes.codes import AwqCodes, QuadCodes, awq_columns, unpacked
+from ringcore.model_executor.linear_schemes.block_arrangements import (
+    ColumnBlocks,
+    ForDevice,
+    are_in_blocks,
+    has_whole_blocks,
+)
+from ringcore.model_executor.linear_schemes.codes import AwqCodes, Codes, QuadCodes, awq_columns, unpacked
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import (
     QuantizedMatrix,
@@ -54,13 +60,19 @@ class AwqScheme(LinearScheme):
             quads = QuadCodes(arrangement.rows(tensors["qweight"]), arrangement.run, shard.inputs.length)
             scales = with_zero_bits(scales, zeros, derived)
             return QuantizedMatrix(quads, scales, groups, has_zero_bits=True, derived=derived)
-        codes = AwqCodes(tensors["qweight"], columns)
+        blocks, words = self._blocks(shard) if are_in_blocks(stored.device) else None, tensors["qweight"]
+        codes: Codes = AwqCodes(words, columns) if blocks is None else blocks.codes(words)
         return QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), derived=derived)
 
     def weights(self, shard: LinearShard) -> dict[str, Weight]:
         weights = LinearScheme.weights(self, shard)
-        return weights | {"qweight": replace(weights["qweight"], arrangement=self._arrangement(shard))}
+        arrangement = ForDevice(self._arrangement(shard), self._blocks(shard))
+        return weights | {"qweight": replace(weights["qweight"], arrangement=arrangement)}
 
     def _arrangement(self, shard: LinearShard) -> AwqArrangement:
         groups = groups_of(shard, self.format.group)
         return AwqArrangement(shard, run_of(shard.inputs.length, groups.size, groups.offset))
+
+    def _blocks(self, shard: LinearShard) -> ColumnBlocks | None:
+        is_whole = has_whole_blocks(shard.inputs.length, groups_of(shard, self.format.group))
+        return ColumnBlocks(self._arrangement(shard)) if is_whole else None

@@ -52,6 +52,7 @@ class _Matrix(ctypes.Structure):
         ("kind", _int32),
         ("form", _int32),
         ("shift", _int32),
+        ("least_zero", _int32),
     )
 
 
@@ -150,11 +151,13 @@ def exact_form(dtype: torch.dtype) -> Literal["floats", "pairs"]:
 @dataclass(frozen=True, slots=True)
 class RunScales:
     """scales: [runs of 16 outputs, scales of an output, 16] float32; zeros: likewise uint8. A scale is of 2^shift
-    groups of 32 inputs. E2M1 has exponents in place of zeros, and no scales."""
+    groups of 32 inputs. least_zero: 1 where zeros of BYTES are stored less 1. E2M1 has exponents in place of zeros, and
+    no scales."""
 
     scales: torch.Tensor | None
     zeros: torch.Tensor
     shift: int
+    least_zero: int = 0
 
 
 class KernelMatrix:
@@ -167,12 +170,14 @@ class KernelMatrix:
         layout: BlockLayout,
         bias: torch.Tensor | None = None,
         scales: RunScales | None = None,
+        num_inputs: int | None = None,
     ) -> None:
         """rows: [num_outputs, bytes of a row] uint8, interleaved; bias: [num_outputs]. All are used as they are at each
-        product."""
+        product. num_inputs: where a row has more than its blocks."""
         assert rows.is_contiguous()
         assert bias is None or bias.dtype == torch.float32
-        self.num_outputs, self.num_inputs = len(rows), rows.shape[1] // layout.num_bytes * layout.numbers
+        held = rows.shape[1] // layout.num_bytes * layout.numbers
+        self.num_outputs, self.num_inputs = len(rows), held if num_inputs is None else num_inputs
         self._kernels, self._tensors, self._has_pairs = kernels, (rows, bias, scales), layout.form == "pairs"
         self._matrix = _Matrix(
             rows.data_ptr(),
@@ -186,6 +191,7 @@ class KernelMatrix:
             _KINDS.index(layout.kind),
             _FORMS[layout.form],
             0 if scales is None else scales.shift,
+            0 if scales is None else scales.least_zero,
         )
         self._address = ctypes.addressof(self._matrix)
 

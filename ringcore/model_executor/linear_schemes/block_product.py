@@ -17,10 +17,10 @@ class BlockProduct(Product):
     """Sums are in float32, and rounded once to the dtype of the inputs."""
 
     def __init__(
-        self, matrix: KernelMatrix, dtype: torch.dtype, derived: Derived, order: torch.Tensor | None = None
+        self, matrix: KernelMatrix, dtype: torch.dtype, derived: Derived | None, order: torch.Tensor | None = None
     ) -> None:
         """dtype: the layer's. In 16 bits norm and gate round their results, so they stay operations of their own.
-        derived: has the bias of the matrix. order: in which the matrix has its inputs."""
+        derived: what the matrix has beside its rows; None: nothing changes. order: in which it has its inputs."""
         self._matrix, self._derived, self._order = matrix, derived, order
         self._fuses = dtype == torch.float32 and order is None
         self._fuses_gate = self._fuses and matrix.num_outputs % (2 * LANES) == 0
@@ -47,7 +47,8 @@ class BlockProduct(Product):
         self._matrix.multiply(self._rows(x), hidden.rows, "add")
 
     def refresh(self) -> None:
-        self._derived.refresh()
+        if self._derived is not None:
+            self._derived.refresh()
 
     def _product(self, x: torch.Tensor, gain: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
         return self._matrix.multiply(x, x.new_empty(len(x), self._matrix.num_outputs), "store", gain, eps)

@@ -22,6 +22,7 @@ __all__ = [
     "QuadCodes",
     "WordCodes",
     "awq_columns",
+    "fp8_numbers",
     "from_e2m1",
     "from_quads",
     "from_tiles",
@@ -66,10 +67,10 @@ class ByteCodes(Codes):
 
     def numbers(self, first: int, end: int) -> torch.Tensor:
         codes = self.tensor[first:end]
-        return _fp8_numbers(codes) if self.is_fp8 else codes.float()
+        return fp8_numbers(codes) if self.is_fp8 else codes.float()
 
 
-def _fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
+def fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
     """[...] float8_e4m3fn -> float32, by vectorised operations: torch's own conversion on a CPU is 10 times as slow.
 
     The bits are those of a float16 with a smaller exponent: sign, a zero, exponent and mantissa. NaN is not kept.

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import CodesFormat
+from ringcore.model_executor.linear_schemes.block_arrangements import (
+    ForDevice,
+    RowBlocks,
+    are_in_blocks,
+    has_whole_blocks,
+)
 from ringcore.model_executor.linear_schemes.codes import ByteCodes
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import (
+    Groups,
     QuantizedMatrix,
     groups_of,
     matrices_of_outputs,
@@ -19,9 +26,10 @@ from ringcore.model_executor.linear_schemes.quantized import (
 )
 from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
+from ringcore.model_executor.linear_schemes.scaled_blocks import MOST_INTEGERS
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
-from ringcore.model_executor.weight import Derived
+from ringcore.model_executor.weight import Derived, Weight
 
 __all__ = ["CodesScheme"]
 
@@ -47,19 +55,43 @@ class CodesScheme(LinearScheme):
     def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
         """Of the bound tensors."""
         derived, stored = Derived(), tensors[self.format.scale_name]
+        blocks = self._blocks(shard) if are_in_blocks(stored.device) else None
         return QuantizedMatrix(
-            ByteCodes(tensors["weight"]),
+            ByteCodes(tensors["weight"]) if blocks is None else blocks.codes(tensors["weight"]),
             self._scales(shard, stored, derived),
-            groups_of(shard, self.format.block[1] if self.format.scale in ("group", "block") else None),
+            self._groups(shard),
             block_scales=stored if self._has_whole_blocks(shard) and stored.dtype == torch.float32 else None,
             derived=derived,
         )
+
+    def weights(self, shard: LinearShard) -> dict[str, Weight]:
+        weights = LinearScheme.weights(self, shard)
+        arrangement = ForDevice(None, self._blocks(shard))
+        return weights | {"weight": replace(weights["weight"], arrangement=arrangement)}
 
     def rounding(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> InputRounding | None:
         """Of the inputs, before the product."""
         if self.format.inputs is None:
             return None
         return InputRounding.of(self.format.inputs, shard, tensors.get("input_scale"))
+
+    def _groups(self, shard: LinearShard) -> Groups:
+        return groups_of(shard, self.format.block[1] if self.format.scale in ("group", "block") else None)
+
+    def _blocks(self, shard: LinearShard) -> RowBlocks | None:
+        num_inputs = shard.inputs.length
+        if not has_whole_blocks(num_inputs, self._groups(shard)) or self._multiplies_bytes(shard):
+            return None
+        return RowBlocks(8, num_inputs, self.format.number)
+
+    def _multiplies_bytes(self, shard: LinearShard) -> bool:
+        """Whether a CPU multiplies INT8 rows, rounded before the product, by the bytes as the checkpoint has them."""
+        inputs = self.format.inputs
+        if self.format.number != "int8" or self.format.scale not in ("tensor", "channel"):
+            return False
+        if inputs is None or inputs.number != "int8" or inputs.scale == "group":
+            return False
+        return inputs.scale != "token" or shard.max_over_ranks is not None or shard.inputs.length > MOST_INTEGERS
 
     def _has_whole_blocks(self, shard: LinearShard) -> bool:
         """Of 128 x 128, in the order of the outputs."""

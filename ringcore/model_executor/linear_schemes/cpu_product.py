@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import torch
 
+from ringcore.model_executor.linear_schemes.block_arrangements import BlockCodes
 from ringcore.model_executor.linear_schemes.block_kernels import block_kernels
 from ringcore.model_executor.linear_schemes.block_product import BlockProduct
 from ringcore.model_executor.linear_schemes.codes import ByteCodes
@@ -38,9 +39,8 @@ from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
 from ringcore.model_executor.linear_schemes.scaled_blocks import padded_order, scaled_blocks
-from ringcore.model_executor.weight import Derived
 
-__all__ = ["cpu_product", "is_of_rounded_rows"]
+__all__ = ["cpu_product", "is_in_blocks", "is_of_rounded_rows"]
 
 
 def cpu_product(
@@ -55,8 +55,8 @@ def cpu_product(
         return _of_inputs_as_they_are(matrix, bias, dtype, updatable)
     if not _is_of_integers(matrix, rounding):
         return RoundedInputs(_of_inputs_as_they_are(matrix, None, dtype, updatable), rounding, bias)
-    if is_of_rounded_rows(matrix, rounding) and not updatable:
-        product = _by_kernels(matrix, bias, dtype, by_integers=True)
+    if is_of_rounded_rows(matrix, rounding) and (not updatable or is_in_blocks(matrix)):
+        product = _by_kernels(matrix, bias, dtype, updatable, by_integers=True)
         if product is not None:
             return product
     return RoundedInputs(_integer_product(matrix), rounding, bias)
@@ -65,29 +65,41 @@ def cpu_product(
 def _of_inputs_as_they_are(
     matrix: QuantizedMatrix, bias: torch.Tensor | None, dtype: torch.dtype, updatable: bool
 ) -> Product:
+    if is_in_blocks(matrix):
+        product = _by_kernels(matrix, bias, dtype, updatable)
+        assert product is not None, "arranged for the kernels"
+        return product
     if updatable:
         return ExpandingProduct(matrix, bias)
-    return _by_kernels(matrix, bias, dtype) or ExpandingProduct(*sorted_by_group(matrix, bias))
+    return _by_kernels(matrix, bias, dtype, updatable) or ExpandingProduct(*sorted_by_group(matrix, bias))
+
+
+def is_in_blocks(matrix: QuantizedMatrix) -> bool:
+    """Whether the codes lie as the kernels take them, so that nothing is copied."""
+    return isinstance(matrix.codes, BlockCodes)
 
 
 def _by_kernels(
-    matrix: QuantizedMatrix, bias: torch.Tensor | None, dtype: torch.dtype, by_integers: bool = False
+    matrix: QuantizedMatrix, bias: torch.Tensor | None, dtype: torch.dtype, updatable: bool, by_integers: bool = False
 ) -> Product | None:
     kernels, index = block_kernels(), matrix.groups.index
     if kernels is None:
         return None
     order = None if index is None else index.argsort(stable=True)
     of_codes, padding = padded_order(matrix) if index is None else (order, (0, 0))
-    blocks = scaled_blocks(kernels, [matrix], [of_codes], bias, dtype, by_integers=by_integers)
-    return None if blocks is None else padded_product(BlockProduct(blocks, dtype, Derived(), order), padding)
+    derived = matrix.derived if updatable else None
+    blocks = scaled_blocks(kernels, [matrix], [of_codes], bias, dtype, by_integers=by_integers, derived=derived)
+    return None if blocks is None else padded_product(BlockProduct(blocks, dtype, derived, order), padding)
 
 
 def _is_of_integers(matrix: QuantizedMatrix, rounding: InputRounding) -> bool:
     """Whether inputs and weights are INT8 numbers, with one scale for each row and each output: sums are exact."""
     codes, form = matrix.codes, rounding.format
-    if form.number != "int8" or form.scale == "group":
+    if form.number != "int8" or form.scale == "group" or matrix.scales.shape[1] > 1:
         return False
-    return isinstance(codes, ByteCodes) and not codes.is_fp8 and matrix.scales.shape[1] == 1
+    if isinstance(codes, BlockCodes):
+        return codes.number == "int8"
+    return isinstance(codes, ByteCodes) and not codes.is_fp8
 
 
 def is_of_rounded_rows(matrix: QuantizedMatrix, rounding: InputRounding) -> bool:

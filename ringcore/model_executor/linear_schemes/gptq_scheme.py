@@ -11,7 +11,13 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import GptqFormat
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.arrangements import Transposed, run_of
-from ringcore.model_executor.linear_schemes.codes import QuadCodes, WordCodes, unpacked
+from ringcore.model_executor.linear_schemes.block_arrangements import (
+    ColumnBlocks,
+    ForDevice,
+    are_in_blocks,
+    has_whole_blocks,
+)
+from ringcore.model_executor.linear_schemes.codes import Codes, QuadCodes, WordCodes, unpacked
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import (
     QuantizedMatrix,
@@ -59,14 +65,20 @@ class GptqScheme(LinearScheme):
         if has_kernels and bits == 4:
             quads, scales = QuadCodes(words, arrangement.run, num_inputs), with_zero_bits(scales, zeros, derived)
             return QuantizedMatrix(quads, scales, groups, has_zero_bits=True, derived=derived)
-        codes = WordCodes(words, bits, num_inputs)
-        return QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), derived=derived)
+        blocks = self._blocks(shard) if are_in_blocks(stored.device) else None
+        codes: Codes = WordCodes(words, bits, num_inputs) if blocks is None else blocks.codes(tensors["qweight"])
+        return QuantizedMatrix(codes, scales, groups, zeros=derived.make(zeros), least_zero=1, derived=derived)
 
     def weights(self, shard: LinearShard) -> dict[str, Weight]:
         weights = LinearScheme.weights(self, shard)
-        return weights | {"qweight": replace(weights["qweight"], arrangement=self._arrangement(shard))}
+        arrangement = ForDevice(self._arrangement(shard), self._blocks(shard))
+        return weights | {"qweight": replace(weights["qweight"], arrangement=arrangement)}
 
     def _arrangement(self, shard: LinearShard) -> Transposed:
         num_inputs, groups = shard.inputs.length, groups_of(shard, self.format.group)
         num_outputs = sum(outputs.length for outputs in shard.outputs) + shard.num_padded_outputs
         return Transposed(self.format.bits, num_inputs, num_outputs, run_of(num_inputs, groups.size, groups.offset))
+
+    def _blocks(self, shard: LinearShard) -> ColumnBlocks | None:
+        is_whole = has_whole_blocks(shard.inputs.length, groups_of(shard, self.format.group))
+        return ColumnBlocks(self._arrangement(shard)) if is_whole and not self.format.has_order else None

@@ -16,13 +16,19 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import OnLoadFormat
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.arrangements import NibbleRows, run_of
+from ringcore.model_executor.linear_schemes.block_arrangements import (
+    ForDevice,
+    RowBlocks,
+    are_in_blocks,
+    has_whole_blocks,
+)
 from ringcore.model_executor.linear_schemes.codes import ByteCodes, Codes, QuadCodes, WordCodes
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
 from ringcore.model_executor.linear_schemes.quantized_product import quantized_product
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
-from ringcore.model_executor.weight import Weight
+from ringcore.model_executor.weight import Derived, Weight
 
 __all__ = ["EncodedRows", "OnLoadScheme", "quantize_groups"]
 
@@ -88,6 +94,14 @@ class EncodedRows:
         """Of 4-bit codes."""
         return NibbleRows(self.num_inputs, run_of(self.num_inputs, self.group))
 
+    @property
+    def blocks(self) -> RowBlocks | None:
+        """Of a CPU. The scales, units of 4 bytes too, are interleaved with the codes."""
+        if not has_whole_blocks(self.num_inputs, Groups(self.group)):
+            return None
+        bits, number = (8, "fp8") if self.format.number == "fp8" else (4, "unsigned")
+        return RowBlocks(bits, self.num_inputs, number)
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, num_inputs] -> [n, row bytes] uint8."""
         codes, scales = quantize_groups(rows.float().reshape(len(rows), -1, self.group), self.format.number)
@@ -122,7 +136,8 @@ class OnLoadScheme(LinearScheme):
         dense, encoding = shard.weight(tensor), EncodedRows(self.format, shard.inputs.length)
         parts = tuple(replace(part, encoding=encoding) for part in dense.parts)
         shape = (dense.shape[0], self.format.row_bytes(shard.inputs.length))
-        arrangement = encoding.arrangement if self.format.number == "int4" else None
+        of_gpu = encoding.arrangement if self.format.number == "int4" else None
+        arrangement = ForDevice(of_gpu, encoding.blocks)
         return {tensor.suffix: Weight(dense.name, shape, torch.uint8, parts, dense.init, arrangement)}
 
     def product(
@@ -132,14 +147,19 @@ class OnLoadScheme(LinearScheme):
 
     def quantized_matrix(self, shard: LinearShard, tensors: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
         """Of the bound tensors."""
-        encoding = EncodedRows(self.format, shard.inputs.length)
-        codes, scales = encoding.views(tensors["weight"])
+        encoding, rows, derived = EncodedRows(self.format, shard.inputs.length), tensors["weight"], Derived()
+        codes, scales = encoding.views(rows)
+        blocks = encoding.blocks if are_in_blocks(rows.device) else None
         stored: Codes
-        if self.format.number == "fp8":
+        if blocks is not None:
+            stored = in_blocks = blocks.codes(rows)
+            scales = derived.make(lambda: encoding.views(in_blocks.restored(0, len(rows)))[1].clone())
+        elif self.format.number == "fp8":
             stored = ByteCodes(codes.view(torch.float8_e4m3fn))
         elif ops.has_kernels(codes.device):
             words = tensors["weight"].view(torch.int16)[:, : -(-shard.inputs.length // 4)]
             stored = QuadCodes(words, encoding.arrangement.run, shard.inputs.length)
         else:
             stored = WordCodes(codes, 4, shard.inputs.length)
-        return QuantizedMatrix(stored, scales, Groups(encoding.group), zero=8 if self.format.number == "int4" else 0)
+        zero = 8 if self.format.number == "int4" else 0
+        return QuantizedMatrix(stored, scales, Groups(encoding.group), zero=zero, derived=derived)

@@ -11,7 +11,13 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import PackedFormat
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.arrangements import NibbleRows, run_of
-from ringcore.model_executor.linear_schemes.codes import QuadCodes, WordCodes, unpacked
+from ringcore.model_executor.linear_schemes.block_arrangements import (
+    ForDevice,
+    RowBlocks,
+    are_in_blocks,
+    has_whole_blocks,
+)
+from ringcore.model_executor.linear_schemes.codes import Codes, QuadCodes, WordCodes, unpacked
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import (
     QuantizedMatrix,
@@ -59,16 +65,22 @@ class PackedScheme(LinearScheme):
             quads = QuadCodes(rows, self._arrangement(shard).run, num_inputs)
             scales = with_zero_bits(scales, zeros, derived) if has_zeros else scales
             return QuantizedMatrix(quads, scales, groups, zero=8, has_zero_bits=has_zeros, derived=derived)
-        codes = WordCodes(words, bits, num_inputs)
+        blocks = self._blocks(shard) if are_in_blocks(words.device) else None
+        codes: Codes = WordCodes(words, bits, num_inputs) if blocks is None else blocks.codes(words)
         stored_zeros = derived.make(zeros) if has_zeros else None
         return QuantizedMatrix(codes, scales, groups, zero=1 << (bits - 1), zeros=stored_zeros, derived=derived)
 
     def weights(self, shard: LinearShard) -> dict[str, Weight]:
         weights = LinearScheme.weights(self, shard)
-        if self.format.bits != 4:
-            return weights
-        return weights | {"weight_packed": replace(weights["weight_packed"], arrangement=self._arrangement(shard))}
+        of_gpu = self._arrangement(shard) if self.format.bits == 4 else None
+        arrangement = ForDevice(of_gpu, self._blocks(shard))
+        return weights | {"weight_packed": replace(weights["weight_packed"], arrangement=arrangement)}
 
     def _arrangement(self, shard: LinearShard) -> NibbleRows:
         num_inputs, groups = shard.inputs.length, groups_of(shard, self.format.group)
         return NibbleRows(num_inputs, run_of(num_inputs, groups.size, groups.offset))
+
+    def _blocks(self, shard: LinearShard) -> RowBlocks | None:
+        num_inputs, groups = shard.inputs.length, groups_of(shard, self.format.group)
+        is_whole = not self.format.has_order and has_whole_blocks(num_inputs, groups)
+        return RowBlocks(self.format.bits, num_inputs) if is_whole else None

@@ -45,8 +45,8 @@ class QuantizedMatrix:
 
     scales: [num_outputs, groups] float32, or float8_e8m0fnu, powers of 2; zeros: likewise int16, or `zero` everywhere.
     Both of any strides. block_scales: [outputs / 128, groups] float32, contiguous, where 128 outputs and a group of 128
-    share each. has_zero_bits: the zeros are the five lowest bits of their scales' instead. derived: what of these was
-    computed from the tensors of the checkpoint.
+    share each. has_zero_bits: the zeros are the five lowest bits of their scales' instead. least_zero: no zero is ever
+    less. derived: what of these was computed from the tensors of the checkpoint.
     """
 
     codes: Codes
@@ -56,6 +56,7 @@ class QuantizedMatrix:
     zeros: torch.Tensor | None = None
     block_scales: torch.Tensor | None = None
     has_zero_bits: bool = False
+    least_zero: int = 0
     derived: Derived = field(default_factory=Derived)
 
     @property

@@ -140,6 +140,7 @@ def test_new_weights_are_quantized_on_the_way_in(tmp_path, number, size):
         for name, tensor in tensors.items():
             update.take(name, tensor)
         update.check_complete()
+        update.finish()
         model.refresh()
         return before, logits_of(model)
 

@@ -115,6 +115,7 @@ def loaded(folder, tp, expert_parallel, **options: Any) -> Any:
     for name, tensor in load_file(folder / "model.safetensors").items():
         update.take(name, tensor)
     update.check_complete()
+    update.finish()
     model.refresh()
     return model
 
