@@ -62,10 +62,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 96,
     },
     "gemma3": {},  # its text part
-    "gemma4_text": SHARED_KV
-    | {"per_layer_config": None},  # the last layers read the KV cache of earlier ones; embeddings of each layer
-    "gemma3n_text": SHARED_KV  # so too, whose MLPs are cut off by a whole row's activations
-    | {"intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.9, 0.0] * 2},
+    # The last layers read the KV cache of earlier ones; embeddings of each layer; larger heads in some.
+    "gemma4_text": SHARED_KV | {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}},
+    # So too, and its MLPs are cut off by a whole row's activations.
+    "gemma3n_text": SHARED_KV | {"intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.9, 0.0] * 2},
     "gpt_neox": {},  # names in the checkpoint, positions of a part of a head
     "gpt2": {},  # learned positions, transposed linears
 }

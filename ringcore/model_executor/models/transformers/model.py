@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, TokenContext
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention, Attention
 from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.checkpoint.quantization import Quantization
 from ringcore.distributed.parallel import ONLY_STAGE, Stage, TensorParallel
@@ -119,10 +119,7 @@ class TransformersModel(CausalLM):
         make_buffers(model)
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
         self.vocab_size, self.hidden_size, self._num_attention_layers = spec.vocab_size, spec.hidden_size, len(whole)
-        attention = attention_layers(calls, on_rank, tp.size, ours, shared)
-        self.attention_layers = [layer for index, layer in enumerate(attention) if layer.index == index]
-        of_calls = zip(on_rank, attention, strict=True)
-        self._layers = {call.module: layer for call, layer in of_calls if isinstance(layer, Attention)}
+        self._attend_by(on_rank, attention_layers(calls, on_rank, tp.size, ours, shared))
         is_plain = check_head(head_of(body), model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
         linears = replace_quantized(model, layouts, replaced, spec.quantization, tp, dtype, scheme_of)
         self._quantized = vocabulary.install(model, spec.quantization, tp, dtype, scheme_of) | linears
@@ -137,6 +134,11 @@ class TransformersModel(CausalLM):
         if chain is not None:
             self._take_stage(body, chain, dtype)
         _log.info("%s by transformers: %s", spec.model_type, self.report())
+
+    def _attend_by(self, calls: Sequence[AttentionCall], layers: Sequence[AnyAttention]) -> None:
+        self.attention_layers = [layer for index, layer in enumerate(layers) if layer.index == index]
+        of_calls = zip(calls, layers, strict=True)
+        self._layers = {call.module: layer for call, layer in of_calls if isinstance(layer, Attention)}
 
     def _split(
         self,
