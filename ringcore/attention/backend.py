@@ -32,7 +32,7 @@ class PagedBackend(ABC):
         self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
     ) -> None:
         """layers: each different one of the group; all have the same number of query heads, a multiple of
-        `spec.num_kv_heads`. `forward` is called for these alone.
+        `spec.num_kv_heads`. `forward` is called for these alone, and for those that only differ in `shares_kv`.
 
         sharing_specs: the specs of other layers whose blocks share the same memory; their pages have the same size in
         bytes. The layout must map block b to the same bytes, and to no others, in each of their shapes.
@@ -140,7 +140,8 @@ class AttentionBackend(PagedBackend):
         sinks: torch.Tensor | None = None,  # [num_heads], contiguous, in any float dtype; if layer.has_sinks
     ) -> torch.Tensor:  # [num_tokens, num_heads, v_head_size]
         """Writes keys and values to their slots, then attends causally: over each sequence's whole context, its sliding
-        window, or its chunk. If both are None they are in their slots already.
+        window, or its chunk. If both are None they are in their slots already. So are those of a layer with
+        `shares_kv`, which is given them all the same.
 
         Slots of the null block (block 0) are written like any other; what is read from them is masked.
         """

@@ -26,7 +26,8 @@ class KVWriteTarget(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal attention of layer `index` on this rank's heads.
+    """Causal attention of layer `index` on this rank's heads; with `shares_kv`, of another layer that is given the
+    same keys and values: it reads the cache of layer `index` after that one in the same step, and writes nothing.
 
     With a `sliding_window` a token sees the last sliding_window tokens, itself included; with a `chunk_size` those of
     its chunk, the positions that are the same when divided by chunk_size and rounded down.
@@ -42,11 +43,12 @@ class Attention:
     v_head_size: int | None = None  # of values; None: head_size
     softcap: float | None = None  # this and the next: see `AttentionSpec`
     has_sinks: bool = False
+    shares_kv: bool = False
     spec: AttentionSpec = field(init=False)  # what a backend is told in every call
 
     def __post_init__(self) -> None:
         assert self.sliding_window is None or self.chunk_size is None, "a window within chunks"
-        spec = AttentionSpec(self.num_heads, self.scale, self.softcap, self.has_sinks)
+        spec = AttentionSpec(self.num_heads, self.scale, self.softcap, self.has_sinks, shares_kv=self.shares_kv)
         object.__setattr__(self, "spec", spec)
         if self.v_head_size == self.head_size:
             object.__setattr__(self, "v_head_size", None)

@@ -16,6 +16,7 @@ class AttentionSpec:
     softcap: float | None = None  # above 0: each score becomes softcap * tanh(score / softcap)
     has_sinks: bool = False  # each query head has a sink: one more logit, with a weight and no value
     expanded_sizes: tuple[int, int] | None = None  # over latents: of a head's key and of its value
+    shares_kv: bool = False  # keys and values are in their slots: the layer whose cache it reads has written them
 
     @property
     def is_plain(self) -> bool:

@@ -168,6 +168,30 @@ def test_a_wrong_feature_is_seen(name: str, feature: str, spoil: Callable[[Bench
         run_case(bench, CASES[case])
 
 
+class _SharedBench(Bench):
+    """After each call that of a layer with the same keys and values, and of one with others, which must not be written
+    (the same ones would leave no trace)."""
+
+    def forward(self, q, k, v, metadata, plan):
+        out, written, own = super().forward(q, k, v, metadata, plan), self.cache.clone(), self.told
+        if k is not None:
+            self.told = dataclasses.replace(own, shares_kv=True)
+            super().forward(q, -k, v + 1, metadata, plan)
+            assert torch.equal(self.cache.view(torch.uint8), written.view(torch.uint8))
+            shared = super().forward(q, k, v, metadata, plan)
+            torch.testing.assert_close(shared, out, rtol=0, atol=0, equal_nan=True)  # a step of the bench is all NaN
+            self.told = own
+        return out
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_that_shares_kv_reads_it_and_writes_nothing(name: str, window: int | None, is_fp8: bool) -> None:
+    bench = _SharedBench(name, spec_of(SMALL[name], 1, DTYPE[name], window, is_fp8=is_fp8), 3)
+    run_case(bench, CASES["mixed"])
+
+
 # Layers of one group may differ in all but the number of heads.
 
 

@@ -66,7 +66,7 @@ def test_tokens_are_those_of_transformers_in_chunks_two_steps_deep_cold_and_warm
 
 
 @pytest.mark.long_form  # in one process, by threads, tests/model_executor has others
-@pytest.mark.types("qwen3_moe")
+@pytest.mark.types("qwen3_moe", "gemma3n_text")
 def test_two_ranks_give_the_tokens_of_transformers(model, options, all_types, note):
     if not model.has_plan:
         pytest.skip("no plan")
@@ -84,7 +84,7 @@ def test_two_ranks_give_the_tokens_of_transformers(model, options, all_types, no
     note(two_ranks="equal")
 
 
-@pytest.mark.types("deepseek_v3", "mixtral")
+@pytest.mark.types("deepseek_v3", "mixtral", "gemma4_text")
 def test_preempted_requests_have_the_same_tokens(model, note):
     note(preempted="failed")
     # Those of one token grow until they are preempted, also where a window keeps all requests short.

@@ -27,6 +27,11 @@ def prompts(*lengths: int) -> list[list[int]]:
 # Around the edges of blocks of 4 tokens and chunks of 16, and several chunks.
 PROMPTS = prompts(1, 4, 15, 16, 17, 40)
 
+SHARED_KV = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 # By type: what differs from its tiny configuration. The types are the sample; each is there for something that the
 # others do not have.
 MODELS: dict[str, dict[str, Any]] = {
@@ -57,6 +62,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 96,
     },
     "gemma3": {},  # its text part
+    # The last layers read the KV cache of earlier ones; embeddings of each layer; larger heads in some.
+    "gemma4_text": SHARED_KV | {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}},
+    # So too, and its MLPs are cut off by a whole row's activations.
+    "gemma3n_text": SHARED_KV | {"intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.9, 0.0] * 2},
     "gpt_neox": {},  # names in the checkpoint, positions of a part of a head
     "gpt2": {},  # learned positions, transposed linears
 }

@@ -31,8 +31,9 @@ class DenseAttention(AttentionBackend):
         return None
 
     def forward(self, query, key, value, kv_cache, metadata, plan, layer, sinks=None):
-        kv_cache[0, metadata.slot_mapping] = key
-        kv_cache[1, metadata.slot_mapping] = value
+        if not layer.shares_kv:
+            kv_cache[0, metadata.slot_mapping] = key
+            kv_cache[1, metadata.slot_mapping] = value
         out = torch.empty_like(query)
         for i in range(metadata.num_seqs):
             first, last = metadata.query_start_loc_cpu[i : i + 2]
@@ -69,6 +70,7 @@ class DenseRun:
         specs = [layer.kv_cache_spec(max_len, dtype) for layer in layers]
         groups = list(dict.fromkeys(specs))
         self.group_of_layer = tuple(groups.index(spec) for spec in specs)
+        assert [layer.index for layer in layers] == list(range(len(layers))), "others are no places in these tuples"
         kinds = [TorchMLABackend if isinstance(spec, MLASpec) else DenseAttention for spec in groups]
         self.backends = [kind(spec, [layers[0].spec]) for kind, spec in zip(kinds, groups, strict=True)]
         shapes = [self.backends[group].kv_cache_shape(num_seqs) for group in self.group_of_layer]

@@ -93,7 +93,8 @@ class CpuAttnBackend(AttentionBackend):
         query, key, value = _with_whole_rows(query), _with_whole_rows(key), _with_whole_rows(value)
         sinks = None if sinks is None else sinks.float()
         pages = self._pages.keys_and_values(kv_cache)
-        self._kernel(plan, query, key, value, pages, out, sinks, layer.scale, layer.softcap or 0.0)
+        scores = layer.scale, layer.softcap or 0.0
+        self._kernel(plan, query, key, value, pages, out, sinks, *scores, writes=not layer.shares_kv)
         return out
 
 

@@ -116,7 +116,7 @@ class FlashAttnBackend(AttentionBackend):
         options = {"softmax_scale": layer.scale, "causal": True}
         if layer.softcap is not None:
             options["softcap"] = layer.softcap
-        if key is not None and value is not None:
+        if key is not None and value is not None and not layer.shares_kv:
             self._kv_write(key, value, kv_cache, metadata.slot_mapping)
         step, (keys, values) = plan.tensors, kv_cache.transpose(2, 3).unbind(1)
         if self._is_version_3:

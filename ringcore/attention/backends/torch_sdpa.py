@@ -110,7 +110,7 @@ class TorchSdpaBackend(AttentionBackend):
         assert key is not None, "this backend needs the step's keys and values"
         assert value is not None
         parts = self._layout.parts(kv_cache)
-        key, value = self._write(key, value, parts, metadata.slot_mapping)
+        key, value = self._write(key, value, parts, None if layer.shares_kv else metadata.slot_mapping)
         out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
         call = _Call(query, key, value, parts, layer, None if sinks is None else sinks.float(), out)
         for item in plan:
@@ -126,17 +126,17 @@ class TorchSdpaBackend(AttentionBackend):
         return out
 
     def _write(
-        self, key: torch.Tensor, value: torch.Tensor, parts: Parts, slots: torch.Tensor
+        self, key: torch.Tensor, value: torch.Tensor, parts: Parts, slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """-> keys and values as this step attends to them: those that a later step reads, so that it does not matter
-        how a prompt is cut into steps."""
-        if self.spec.is_fp8:
-            rows = to_rows(key), to_rows(value)
-            self._layout.write(parts, slots, rows)
-            return self._numbers(rows)
-        stored = (torch.nan_to_num(key), torch.nan_to_num(value)) if self._clamps else (key, value)
-        self._layout.write(parts, slots, stored)
-        return key, value
+        how a prompt is cut into steps. slots: None: they are written."""
+        stored = (to_rows(key), to_rows(value)) if self.spec.is_fp8 else (key, value)
+        attended = self._numbers(stored)
+        if slots is not None:
+            if self._clamps:
+                stored = torch.nan_to_num(key), torch.nan_to_num(value)
+            self._layout.write(parts, slots, stored)
+        return attended
 
     def _numbers(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Keys and values as they are stored -> in the model's dtype."""

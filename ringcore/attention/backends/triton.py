@@ -236,7 +236,7 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, _Step)
-        if key is not None and value is not None:
+        if key is not None and value is not None and not layer.shares_kv:
             self._kv_write(key, value, kv_cache, metadata.slot_mapping)
         out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
         scores = _Scores(layer.scale, layer.softcap, sinks)

@@ -166,8 +166,9 @@ class AttentionKernel:
         sinks: torch.Tensor | None,
         scale: float,
         softcap: float,
+        writes: bool = True,
     ) -> None:
-        """Writes key and value to the slots of the step, then attends.
+        """Writes key and value to the slots of the step unless they are there (`writes`), then attends.
 
         query: [num_tokens, num_heads, head_size], key: [num_tokens, num_kv_heads, head_size], value: likewise, each of
         any row stride, the heads of a row contiguous. pages: of keys and of values, see `PageShape`. out: [num_tokens,
@@ -179,9 +180,9 @@ class AttentionKernel:
                 step.address,
                 query.data_ptr(),
                 query.stride(0),
-                key.data_ptr(),
+                key.data_ptr() if writes else None,
                 key.stride(0),
-                value.data_ptr(),
+                value.data_ptr() if writes else None,
                 value.stride(0),
                 pages[0].data_ptr(),
                 pages[1].data_ptr(),

@@ -18,17 +18,20 @@ from dense_attention import DenseRun
 from gguf_models import write_gguf
 from raw_files import phi3_gguf
 from thread_tp import on_all_ranks
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface
 
 from ringcore.checkpoint import TransformersSpec, find_model, read_model_spec
-from ringcore.distributed.parallel import SingleRank, TensorParallel
+from ringcore.distributed.parallel import SingleRank, Stage, TensorParallel
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
 from ringcore.model_executor.models.transformers import construction
-from ringcore.model_executor.models.transformers.attention_calls import RECORD, record
+from ringcore.model_executor.models.transformers.attention_calls import RECORD, AttentionCall, record
+from ringcore.model_executor.models.transformers.attention_layers import attention_layers
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.construction import build_on_meta, make_buffers
 from ringcore.model_executor.models.transformers.folder_check import check_folder
@@ -148,11 +151,57 @@ def test_layers_share_the_keys_and_values_of_others(tmp_path, model_type, option
     hf = theirs(tmp_path, model_type, **options)
     reference = torch.cat([logits_of(hf, ids) for ids in PROMPTS])
 
-    def run(tp: TensorParallel) -> torch.Tensor:
-        return DenseRun(loaded(tmp_path, tp), 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
+    def run(tp: TensorParallel) -> tuple[Any, torch.Tensor]:
+        model = loaded(tmp_path, tp)
+        return model, DenseRun(model, 64, 3, device=CPU).step(dict(enumerate(PROMPTS)))
 
-    for logits in on_all_ranks(num_ranks, run):
+    for model, logits in on_all_ranks(num_ranks, run):
         torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
+        assert [layer.index for layer in model.attention_layers] == [0, 1]  # all that the KV cache plan sees
+        calls = {call.layer_idx: (layer.index, layer.shares_kv) for call, layer in model._layers.items()}
+        assert calls == {0: (0, False), 1: (1, False), 2: (0, True), 3: (1, True)}
+        assert model.report().num_layers == 4
+
+
+@pytest.mark.parametrize(("model_type", "options"), [("gemma4_text", SHARED), ("gemma3n_text", SHARED | SPARSE)])
+def test_layers_that_share_nothing_have_a_cache_each(tmp_path, model_type, options):
+    written(tmp_path, model_type, **options | {"num_kv_shared_layers": 0})
+    layers = built(tmp_path).attention_layers
+    assert [(layer.index, layer.shares_kv) for layer in layers] == [(index, False) for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "index"),
+    [({}, 0), ({"sliding_window": 8}, 2), ({"scale": 2.0}, 2), ({"softcap": 5.0}, 2), ({"has_sinks": True}, 2)],
+)
+def test_layers_that_differ_share_no_cache(change, index):
+    """The blocks of another window are freed at other times, and a backend is told of the source alone."""
+    call = AttentionCall(nn.Module(), 4, 2, 8, 8, 1.0, 4, None, None, False)
+    calls = [call, call, replace(call, **change, kv_source=0)]
+    layers = attention_layers(calls, calls, 1, {}, {2: 0})
+    assert [layer.index for layer in layers] == [0, 1, index]
+    assert [layer.shares_kv for layer in layers] == [False, False, index == 0]
+    (ours,) = attention_layers([call], [call], 1, {}, {})
+    assert not attention_layers(calls, calls, 1, {0: ours}, {2: 0})[2].shares_kv  # ours writes keys as it likes
+
+
+def test_keys_that_a_layer_writes_to_again_are_not_shared():
+    recorded: list[Any] = []
+    query, key = torch.empty(1, 2, 3, 4, device="meta"), torch.empty(1, 2, 3, 4, device="meta")
+    call = AttentionInterface()[RECORD]
+    for _ in range(2):
+        call(nn.Module(), query, key, key, None, ringcore=recorded)
+    key.mul_(2)
+    call(nn.Module(), query, key, key, None, ringcore=recorded)
+    call(nn.Module(), query, key.clone(), key, None, ringcore=recorded)
+    assert [one.kv_source for one in recorded] == [None, 0, None, None]
+
+
+def test_stages_that_would_part_layers_with_one_kv_cache_are_refused(tmp_path):
+    written(tmp_path, "gemma3n_text", **SHARED | SPARSE)
+    spec = read_model_spec(find_model(tmp_path, "dummy"), FAMILIES, "transformers")
+    with pytest.raises(ModelLoadError, match=r"layers\.2 reads keys and values of an earlier layer"):
+        build_model(spec, SingleRank(), torch.float32, 64, stage=Stage(1, 2))
 
 
 def test_two_ranks_read_their_slices_of_a_gguf_file(tmp_path):

@@ -9,8 +9,8 @@ batch) is refused too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Any
@@ -35,7 +35,7 @@ from ringcore.model_executor.models.transformers.refusal import (
 )
 from ringcore.model_executor.models.transformers.token_mixing import TokenMixing
 
-__all__ = ["RECORD", "AttentionCall", "Refused", "in_one_line", "record", "record_masked", "record_whole"]
+__all__ = ["RECORD", "AttentionCall", "Refused", "in_one_line", "record", "record_masked", "record_whole", "shared_kv"]
 
 RECORD = "ringcore_record"  # the name of the recording functions in transformers' interfaces
 # What attention functions are told that does not change what they compute, or that is recorded.
@@ -57,6 +57,7 @@ class AttentionCall:
     chunk_size: int | None
     softcap: float | None
     has_sinks: bool
+    kv_source: int | None = None  # the place of the first call that is given the same keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class _Recorded:
     value: torch.Tensor
     mask: object
     given: Mapping[str, Any]
+    versions: tuple[int, int]  # of key and value: how often they have been written to
+    kv_source: int | None  # a place in the record
 
     def call(self, num_positions: int, is_masked: bool) -> AttentionCall:
         given = self.given
@@ -92,6 +95,7 @@ class _Recorded:
             chunk_size=reach.chunk_size,
             softcap=given.get("softcap"),
             has_sinks=sinks is not None,
+            kv_source=self.kv_source,
         )
 
     def _reach(self, num_positions: int, is_masked: bool) -> Reach:
@@ -109,6 +113,14 @@ class _Recorded:
 
 def _moved(one: _Recorded, modules: Mapping[nn.Module, nn.Module]) -> _Recorded:
     return replace(one, module=modules.get(one.module, one.module))
+
+
+def _source(
+    recorded: Sequence[_Recorded], key: torch.Tensor, value: torch.Tensor, versions: tuple[int, int]
+) -> int | None:
+    """The place of the first call with these very tensors, which nothing has written to since."""
+    same = (one.key is key and one.value is value and one.versions == versions for one in recorded)
+    return next((place for place, is_same in enumerate(same) if is_same), None)
 
 
 def _matters(value: object) -> bool:
@@ -133,7 +145,9 @@ def _recording_attention(
     if recorded is None:
         raise KeepsArguments("it does not pass its keyword arguments on to its attention", Need.INTERFACE)
     mask = attention_mask if in_mask is None or isinstance(attention_mask, Mask) else None
-    recorded.append(_Recorded(module, query, key, value, mask, given))
+    versions = key._version, value._version
+    source = _source(recorded, key, value, versions)
+    recorded.append(_Recorded(module, query, key, value, mask, given, versions, source))
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
@@ -167,6 +181,13 @@ def record(body: Body, num_positions: int) -> list[AttentionCall]:
             body.in_mask = True
 
 
+def shared_kv(body: Body, num_positions: int) -> dict[int, int]:
+    """Of a body that `record` has passed: by place, the attention calls that are given the keys and values of an
+    earlier one, with its place. Every layer is computed, since a repeated one hands down nothing of its own."""
+    calls = _unmasked_pass(body, num_positions, repeats=False)
+    return {place: call.kv_source for place, call in enumerate(calls) if call.kv_source is not None}
+
+
 def record_masked(body: Body, num_positions: int) -> list[AttentionCall]:
     """As `record`, of a pass for which transformers makes masks, from which it is read what a token sees. Raises
     `Refused` also for a model that would give its tokens other positions than those of the engine."""
@@ -183,7 +204,7 @@ def record_whole(model: PreTrainedModel, num_positions: int) -> tuple[list[Atten
     return _MaskedPass(model, model, mixing).calls(num_positions), mixing.read
 
 
-def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
+def _unmasked_pass(body: Body, num_positions: int, repeats: bool = True) -> list[AttentionCall]:
     _set_recording(body.model, f"{RECORD}_unmasked")
     num_tokens, recorded = _unused_prime(body.model), list[_Recorded]()
     given = body.given(torch.arange(num_tokens, device="meta")[None], recorded)
@@ -193,7 +214,7 @@ def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
     new = NewTensors(torch.device("meta"))
     layers = RepeatedLayers(body.module, [Journal(recorded, _moved)], lambda one: not mixing.follows(one))
     try:
-        with torch.device("meta"), new, mixing, layers.instead(), no_checked_values():
+        with torch.device("meta"), new, mixing, layers.instead() if repeats else nullcontext(), no_checked_values():
             out = body.module(input_ids=ids, **given)
     except Refused:
         raise
@@ -203,7 +224,8 @@ def _unmasked_pass(body: Body, num_positions: int) -> list[AttentionCall]:
         mixing.check(one.query, one.key, one.value, one.given.get("s_aux"))
     mixing.check(out.last_hidden_state)
     body.names_no_device = body.names_no_device or new.was_needed
-    body.alike = layers.found
+    if repeats:
+        body.alike = layers.found
     return [one.call(num_positions, is_masked=False) for one in recorded]
 
 

@@ -141,7 +141,7 @@ def _share_of_two(spec: TransformersSpec, whole: TransformersModel) -> tuple[flo
 
 
 def _last_layer_bytes(model: TransformersModel) -> int:
-    last = re.compile(rf"\.{len(model.attention_layers) - 1}\.")
+    last = re.compile(rf"\.{model.report().num_layers - 1}\.")
     return sum(weight.nbytes for weight in model.weights() if last.search(weight.name))
 
 

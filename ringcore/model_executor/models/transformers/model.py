@@ -20,14 +20,19 @@ from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.model_executor.models.transformers.attention_calls import AttentionCall, record, record_masked
+from ringcore.model_executor.models.transformers.attention_calls import (
+    AttentionCall,
+    record,
+    record_masked,
+    shared_kv,
+)
+from ringcore.model_executor.models.transformers.attention_layers import attention_layers
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout, read_layouts
 from ringcore.model_executor.models.transformers.construction import make_buffers, module_of, on_meta
 from ringcore.model_executor.models.transformers.experts import EXPERTS, Experts
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.fusion.fused_model import Fusion
-from ringcore.model_executor.models.transformers.fusion.parts import local_attention
 from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.head import check_head, head_of, logits_of
 from ringcore.model_executor.models.transformers.linears import ParallelLinear, take_part, use_products
@@ -99,6 +104,7 @@ class TransformersModel(CausalLM):
         num_layers = spec.num_layers - body.num_unread_layers
         whole = record(body, num_positions)
         _check_calls(whole, num_layers)
+        shared = shared_kv(body, num_positions) if any(call.kv_source is not None for call in whole) else {}
         calls = record_masked(body, num_positions)
         self._routers = Routers(model, dtype, lambda: record(body, num_positions))
         self._mixtures = Mixtures(model, self._routers.paths, spec.hidden_size)
@@ -113,9 +119,7 @@ class TransformersModel(CausalLM):
         make_buffers(model)
         ours = self._fusion.install(body, calls, layouts, dtype, tp, max_model_len, scheme_of)
         self.vocab_size, self.hidden_size, self._num_attention_layers = spec.vocab_size, spec.hidden_size, len(whole)
-        self.attention_layers = _attention_layers(calls, on_rank, tp.size, ours)
-        of_calls = zip(on_rank, self.attention_layers, strict=True)
-        self._layers = {call.module: layer for call, layer in of_calls if isinstance(layer, Attention)}
+        self._attend_by(on_rank, attention_layers(calls, on_rank, tp.size, ours, shared))
         is_plain = check_head(head_of(body), model.get_output_embeddings(), spec.hidden_size, spec.vocab_size)
         linears = replace_quantized(model, layouts, replaced, spec.quantization, tp, dtype, scheme_of)
         self._quantized = vocabulary.install(model, spec.quantization, tp, dtype, scheme_of) | linears
@@ -130,6 +134,11 @@ class TransformersModel(CausalLM):
         if chain is not None:
             self._take_stage(body, chain, dtype)
         _log.info("%s by transformers: %s", spec.model_type, self.report())
+
+    def _attend_by(self, calls: Sequence[AttentionCall], layers: Sequence[AnyAttention]) -> None:
+        self.attention_layers = [layer for index, layer in enumerate(layers) if layer.index == index]
+        of_calls = zip(calls, layers, strict=True)
+        self._layers = {call.module: layer for call, layer in of_calls if isinstance(layer, Attention)}
 
     def _split(
         self,
@@ -158,7 +167,7 @@ class TransformersModel(CausalLM):
         self._own_weights = [weight for weight in self._own_weights if staged.has(weight.name)]
         self._quantized = {path: one for path, one in self._quantized.items() if staged.has(f"{path}.weight")}
         self._fusion.keep(lambda path: staged.has(f"{body.path}.{path}"))
-        self.attention_layers = [self.attention_layers[index] for index in staged.own]
+        self.attention_layers = [layer for layer in self.attention_layers if layer.index in staged.own]
         staged.install(dtype)
 
     @property
@@ -257,26 +266,6 @@ def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:
         raise Refused(reason, Need.REQUEST_STATE if len(calls) < num_layers else Need.ONE_CALL)
     if len({call.module for call in calls}) != num_layers:
         raise Refused("a layer is computed more than once", Need.ONE_CALL)
-
-
-def _attention_layers(
-    calls: Sequence[AttentionCall], on_rank: Sequence[AttentionCall], ranks: int, ours: Mapping[int, AnyAttention]
-) -> list[AnyAttention]:
-    """calls: of the whole model with masks; on_rank: of this rank's share, as the engine's passes are. ours: of the
-    layers that are, by index."""
-    layers: list[AnyAttention] = []
-    for index, (call, local) in enumerate(zip(calls, on_rank, strict=True)):
-        if index in ours:
-            layers.append(ours[index])
-            continue
-        heads = (local.num_heads, local.num_kv_heads)
-        shares = {(call.num_heads // n, call.num_kv_heads // n) for n in (1, ranks)}
-        if heads not in shares or call.num_heads % heads[0] or call.num_kv_heads % heads[1]:
-            raise Refused(
-                f"{call.num_heads} attention and {call.num_kv_heads} KV heads cannot be split over {ranks} ranks"
-            )
-        layers.append(local_attention(call, index, *heads))
-    return layers
 
 
 def _weights(

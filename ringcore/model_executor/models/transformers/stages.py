@@ -3,7 +3,8 @@
 A later stage runs the body on ids that mean nothing: what comes before its layers (masks, angles) is computed as
 always, and its first layer is given what the previous stage has sent in place of their embedding. What follows its last
 layer (a norm), if that is not the model's, is of no use. So a layer must read nothing of earlier layers but the output
-of the one before, and the body's result nothing but that of the last: both are looked for in a recorded pass.
+of the one before, no keys and values either, and the body's result nothing but that of the last: all are looked for in
+a recorded pass.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def read_chain(body: Body, paths: Sequence[str], num_layers: int, num_positions:
         raise Refused(f"{num_layers - len(paths)} of its layers are in no list of layers, by which stages are made")
     watch = _Watch(paths)
     with watch.on(body.module), torch.enable_grad():
-        record(body, num_positions)
+        calls = record(body, num_positions)
+    shared = [paths[place] for place, call in enumerate(calls) if call.kv_source is not None]
+    if shared:
+        raise Refused(f"{shared[0]} reads keys and values of an earlier layer, which stages do not hand on")
     watch.check_result()
     return LayerChain(paths, [watch.hidden[path] for path in paths], [watch.num_results[path] for path in paths])
 
