@@ -65,7 +65,7 @@ class TorchSdpaBackend(AttentionBackend):
         self._layout = PageLayout(self.spec, sharing_specs)
         self._window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         self._planner = Planner(spec, self._layout.has_contiguous_blocks)
-        self._clamps = spec.dtype == "float16"
+        self._clamps = spec.dtype == "float16" and not self.spec.is_fp8
         self._dtype = TORCH_DTYPES[spec.dtype]
 
     @classmethod
@@ -133,9 +133,8 @@ class TorchSdpaBackend(AttentionBackend):
         stored = (to_rows(key), to_rows(value)) if self.spec.is_fp8 else (key, value)
         attended = self._numbers(stored)
         if slots is not None:
-            if self._clamps:
-                stored = torch.nan_to_num(key), torch.nan_to_num(value)
-            self._layout.write(parts, slots, stored)
+            written = (torch.nan_to_num(key), torch.nan_to_num(value)) if self._clamps else stored
+            self._layout.write(parts, slots, written)
         return attended
 
     def _numbers(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
