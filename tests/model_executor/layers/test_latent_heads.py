@@ -20,7 +20,11 @@ BLOCKS = CodesFormat("fp8", "block", (32, 16), "weight_scale_inv", InputFormat("
 def bound(scheme_of, tensors):
     outputs = [OutputSlice("kv_b_proj", HEADS * (KEY + VALUE), 0, HEADS * (KEY + VALUE))]
     heads = LatentHeads("heads", outputs, RANK, KEY, VALUE, torch.float32, scheme_of)
-    heads.bind({f"heads.{suffix}": tensor for suffix, tensor in tensors.items()}, True)
+    own = {f"heads.{suffix}": tensor for suffix, tensor in tensors.items()}
+    for weight in heads.weights():  # as the loader does
+        if (arrangement := weight.arrangement_on(own[weight.name].device)) is not None:
+            arrangement.arrange(own[weight.name])
+    heads.bind(own, True)
     return heads
 
 
