@@ -11,6 +11,7 @@ ENGINE, WORKER_0, WORKER_1 = "engine", "worker 0", "worker 1"
 GROUP = "the whole group"
 EVERYBODY = (FRONT_END, ENGINE, WORKER_0, WORKER_1, GROUP)
 NO_WORKERS = (FRONT_END, ENGINE, GROUP)
+NO_WORKER_0 = (FRONT_END, ENGINE, WORKER_1, GROUP)
 NO_WORKER_1 = (FRONT_END, ENGINE, WORKER_0, GROUP)
 
 SERVING = 14  # calls of a ring's method after which start-up is over for certain
@@ -166,8 +167,9 @@ def _shutdown() -> list[Point]:
         close("close is called", FRONT_END, f"{_CLIENT}.close"),
         close("the engine begins to shut down", ENGINE, f"{_CORE}.shutdown"),
         close("the workers are about to be told", ENGINE, f"{_GROUP}.close"),
-        close("worker 0 begins to shut down", WORKER_0, f"{_FAKE}.shutdown"),
-        close("worker 1 has shut down", WORKER_1, f"{_FAKE}.shutdown", "return"),
+        # The other worker may have ended by then.
+        close("worker 0 begins to shut down", WORKER_0, f"{_FAKE}.shutdown", victims=NO_WORKER_1),
+        close("worker 1 has shut down", WORKER_1, f"{_FAKE}.shutdown", "return", victims=NO_WORKER_0),
         close("the workers have ended", ENGINE, f"{_GROUP}.close", "return", victims=NO_WORKERS),
     ]
 
