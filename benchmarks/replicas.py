@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from benchmarks.batch import EXECUTOR
 from benchmarks.harness import Benchmark, Plan, note
 from benchmarks.made_tokenizer import write_tokenizer
+from benchmarks.models import MODELS, find_published
+from benchmarks.peers.rows import facts
 from benchmarks.result import Check, Findings, Measurement
 from ringcore import SamplingParams
 from ringcore.front_end.replicas.replica_set import ReplicaSet
@@ -26,6 +28,7 @@ __all__ = ["Replicas"]
 VOCAB_SIZE, IN_FLIGHT = 2000, 32  # requests of each replica
 SLOW_EXECUTOR, SLOW_STEP_S = "benchmarks.peers.batch_executor:SlowlyPacedExecutor", 0.05
 ONE, TWO = "one replica", "two replicas, each"
+GPU_KV_CACHE_BYTES = 16 << 30
 NUM_REPLICAS, NUM_CONVERSATIONS, NUM_TURNS, AT_ONCE = 4, 64, 6, 16  # conversations that are routed
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS, BLOCKS = 128, 96, 8, 1000
 
@@ -42,35 +45,51 @@ class Replicas(Benchmark):
         parser.add_argument("--new-tokens", type=int, default=32, help="of each request (default: 32)")
         parser.add_argument("--conversations", type=int, default=NUM_CONVERSATIONS, help="that are routed")
         parser.add_argument("--replicas", type=int, default=NUM_REPLICAS, help="to which (default: 4)")
+        parser.add_argument("--shape", help=f"on two GPUs, a model beside twice itself: {','.join(MODELS)}")
 
     def run(self, plan: Plan) -> Findings:
+        if plan.options.shape is not None:
+            return _on_gpus(plan)
         with tempfile.TemporaryDirectory(prefix="replicas-") as folder:
             config = tiny_model_config(vocab_size=VOCAB_SIZE, bos_token_id=1998, eos_token_id=1999)
             write_model_config(folder, config)
             write_tokenizer(Path(folder), config)
             engine = {"model": folder, "load_format": "dummy", "executor": EXECUTOR}
-            measurement = asyncio.run(_beside_one(plan, engine))
+            slow = engine | {"executor": SLOW_EXECUTOR, "max_num_seqs": IN_FLIGHT}
+            measurement = asyncio.run(_beside_one(plan, slow, "tokens/s of a replica"))
             checks = [asyncio.run(_hits(plan, engine, routing)) for routing in ROUTINGS]
         packages = {name: version(name) for name in ("ringcore", "numpy", "msgspec", "tokenizers")}
-        facts: dict[str, Any] = {"python": platform.python_version(), "packages": packages, "settings": {}, "env": {}}
+        about: dict[str, Any] = {"python": platform.python_version(), "packages": packages, "settings": {}, "env": {}}
         return Findings(
-            measurements=[measurement], engines={ONE: facts, TWO: facts}, conditions=_conditions(plan), checks=checks
+            measurements=[measurement], engines={ONE: about, TWO: about}, conditions=_conditions(plan), checks=checks
         )
 
 
-async def _beside_one(plan: Plan, engine: dict[str, Any]) -> Measurement:
+def _on_gpus(plan: Plan) -> Findings:
+    (published,) = find_published(plan.options.shape)
+    with tempfile.TemporaryDirectory(prefix="replicas-") as folder:
+        path = published.write(Path(folder))
+        write_tokenizer(path, dict(published.config))
+        engine = {"model": str(path), "load_format": "dummy", "device": "cuda", "max_model_len": 4096}
+        engine |= {"kv_cache_bytes": GPU_KV_CACHE_BYTES}  # three engines share the two devices
+        measurement = asyncio.run(_beside_one(plan, engine, f"{published.name}, tokens/s of a replica"))
+    engines = {name: dict(facts(("ringcore", "torch"), construct_s=0.0)) | {"env": {}} for name in (ONE, TWO)}
+    return Findings(measurements=[measurement], engines=engines, conditions=_gpu_conditions(plan), checks=[])
+
+
+async def _beside_one(plan: Plan, engine: dict[str, Any], name: str) -> Measurement:
     """Tokens a second of each replica, from the first request to the last token; one and two take turns."""
     samples: dict[str, list[float]] = {ONE: [], TWO: []}
-    options: dict[str, Any] = engine | {"executor": SLOW_EXECUTOR, "max_num_seqs": IN_FLIGHT, "routing": "least-loaded"}
+    options: dict[str, Any] = engine | {"routing": "least-loaded"}
     async with ReplicaSet(**options) as one, ReplicaSet(**options, data_parallel_size=2) as two:
         for round_ in range(-1, plan.rounds):  # the first warms up
             sets = [(ONE, one), (TWO, two)]
-            for name, engines in sets[:: -1 if round_ % 2 else 1]:
+            for which, engines in sets[:: -1 if round_ % 2 else 1]:
                 rate = await _rate(plan, engines)
                 if round_ >= 0:
-                    note(f"round {round_ + 1} of {plan.rounds}, {name}: {rate:.0f} tokens/s")
-                    samples[name].append(rate)
-    return Measurement(name="tokens/s of a replica", unit="tokens/s", higher_is_better=True, samples=samples)
+                    note(f"round {round_ + 1} of {plan.rounds}, {which}: {rate:.0f} tokens/s")
+                    samples[which].append(rate)
+    return Measurement(name=name, unit="tokens/s", higher_is_better=True, samples=samples)
 
 
 async def _rate(plan: Plan, engines: ReplicaSet) -> float:
@@ -109,6 +128,14 @@ async def _hits(plan: Plan, engine: dict[str, Any], routing: str) -> Check:
     rate = stats.num_prefix_hit_tokens / stats.num_prefix_query_tokens
     note(f"{routing}: {rate:.1%}")
     return Check(name=f"prompt tokens found in the cache, {routing}", value=f"{rate:.1%}", data=rate)
+
+
+def _gpu_conditions(plan: Plan) -> list[str]:
+    return [
+        f"Dummy weights in bfloat16. {plan.options.requests} requests of each replica with 8 tokens and "
+        f"{plan.options.new_tokens} new ones, {IN_FLIGHT} of each at once, streamed. A sample is the rate of one "
+        "replica: twice one is where both are equal. All engines are on the devices; those whose turn it is not idle.",
+    ]
 
 
 def _conditions(plan: Plan) -> list[str]:

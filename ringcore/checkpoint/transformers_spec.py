@@ -1,5 +1,5 @@
-"""Reads the spec of a model that transformers' class computes. It imports of transformers only its table of names,
-which imports no torch."""
+"""Reads the spec of a model that transformers' class computes. It does not import transformers, which takes seconds:
+the table of its types is a module that needs no other, and is loaded by its file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import difflib
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -121,12 +124,17 @@ def _model_type(config: Metadata) -> str:
     )
 
 
+@cache
 def _known_types() -> Mapping[str, str]:
-    from transformers.models.auto.auto_mappings import (
-        CONFIG_MAPPING_NAMES,
-    )  # only where a model needs it: half a second
-
-    names: Mapping[str, str] = CONFIG_MAPPING_NAMES
+    """transformers' class of each type's configuration."""
+    package = find_spec("transformers")
+    assert package is not None and package.submodule_search_locations, "a dependency of this package"
+    path = Path(package.submodule_search_locations[0], "models", "auto", "auto_mappings.py")
+    spec = spec_from_file_location("transformers_auto_mappings", path)
+    assert spec is not None and spec.loader is not None, path
+    table = module_from_spec(spec)
+    spec.loader.exec_module(table)
+    names: Mapping[str, str] = table.CONFIG_MAPPING_NAMES
     return names
 
 

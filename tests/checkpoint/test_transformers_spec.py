@@ -161,3 +161,12 @@ config = EngineConfig.from_options(model={str(tmp_path)!r}, load_format="dummy")
 assert config.model.spec.model_type == "olmo2" and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_types_are_those_of_transformers_which_is_not_imported_for_them():
+    code = (
+        "import sys; from ringcore.checkpoint.transformers_spec import _known_types; names = _known_types()\n"
+        "assert 'transformers' not in sys.modules, 'it takes seconds'\n"
+        "from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES; assert names == CONFIG_MAPPING_NAMES"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
