@@ -11,6 +11,7 @@ from device_runner import rows_on_device
 from fake_graphs import capture_at_once
 from step_driver import admit, make_config, run, start
 
+from ringcore.errors import ConfigError
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.worker.worker import Worker
@@ -131,6 +132,31 @@ def test_every_capture_is_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == [("side", False), "warm", ("side", True)] * 2
     assert fake.pools == [None, "a pool"]
     assert fake.waits == [("side", "main"), ("main", "side")] * 2
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (
+            RuntimeError("Cannot copy between CPU and CUDA tensors\nmore"),
+            r"CPU and CUDA tensors\); give enforce_eager=True",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), "^CUDA out of memory$"),
+    ],
+)
+def test_what_cannot_be_captured_is_an_error_of_the_option(monkeypatch, raised: Exception, expected: str) -> None:
+    from ringcore.worker.runner import graph_capture
+
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+
+    def run() -> None:
+        if fake.is_capturing:
+            raise raised
+
+    is_memory = isinstance(raised, torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError if is_memory else ConfigError, match=expected):
+        graph_capture.capture(run, None)
 
 
 class FakeStream:

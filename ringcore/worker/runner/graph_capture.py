@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.errors import ConfigError
 
 __all__ = ["capture", "graph_sizes", "mixed_sizes", "padded_metadata"]
 
@@ -34,7 +35,8 @@ def capture(
     run: Callable[[], _Result], pool: Any, after_warm_up: Callable[[], object] = lambda: None
 ) -> tuple[torch.cuda.CUDAGraph, _Result]:
     """A graph of what `run` launches, and its result: tensors that every replay overwrites. after_warm_up: called after
-    the warm-up run and before the capture, which executes nothing."""
+    the warm-up run and before the capture, which executes nothing. Raises `ConfigError` where `run` does what cannot be
+    captured."""
     graph = torch.cuda.CUDAGraph()
     capture = torch.cuda.graph(graph, pool=pool)
     # torch's one capture stream. torch keeps a cuBLAS workspace, 32 MiB on an H200, for every stream that ever ran a
@@ -46,8 +48,18 @@ def capture(
         run()
     after_warm_up()
     torch.cuda.current_stream().wait_stream(stream)
-    with capture:
-        result = run()
+    try:
+        with capture:
+            result = run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # it ran just now: what it does cannot be captured
+        reason = f"{error}".strip().partition("\n")[0]
+        raise ConfigError(
+            f"enforce_eager=False: this model cannot be captured in CUDA graphs ({reason}); give enforce_eager=True",
+            option="enforce_eager",
+            value=False,
+        ) from error
     return graph, result
 
 

@@ -10,7 +10,7 @@ import torch
 from ringcore.checkpoint import ModelFiles
 from ringcore.checkpoint.metadata import Metadata
 from ringcore.checkpoint.transformers_spec import read_transformers_spec
-from ringcore.model_executor.models.transformers.body import Body
+from ringcore.model_executor.models.transformers.body import Body, NewTensors
 from ringcore.model_executor.models.transformers.construction import on_meta
 from ringcore.model_executor.models.transformers.graph_capture import kept_from_graphs
 
@@ -37,6 +37,16 @@ def test_a_model_that_stays_on_its_device():
     assert kept_from_graphs(with_hook(lambda x: x * 2)) is None
     assert kept_from_graphs(with_hook(lambda x: x + torch.zeros(32, device=x.device))) is None
     assert kept_from_graphs(with_hook(lambda x: x * torch.tensor(2.0))) is None  # a number, not a tensor of the device
+    assert kept_from_graphs(with_hook(lambda x: torch.maximum(x, torch.tensor(1e-5).to(x.device)))) is None
+
+
+@pytest.mark.parametrize("number", [1e-5, 3, True])
+def test_a_number_becomes_a_tensor_on_the_device_as_torch_would_make_it(number):
+    with NewTensors(torch.device("meta")) as new:
+        made, half = torch.tensor(number), torch.tensor(number, dtype=torch.float16)
+    assert new.was_needed
+    assert (made.device.type, made.shape, made.dtype) == ("meta", (), torch.tensor(number).dtype)
+    assert half.dtype == torch.float16
 
 
 @pytest.mark.parametrize(

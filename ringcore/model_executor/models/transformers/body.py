@@ -36,12 +36,13 @@ class TokensBefore:
         return key, value
 
 
-# Not those that copy from the host, which a CUDA graph cannot hold.
+# Not those that copy from the host, which a CUDA graph cannot hold; of `torch.tensor` only what has one number.
 _NEW = frozenset({torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros})
 
 
 class NewTensors(TorchFunctionMode):
-    """On this thread, new tensors are on `device` where the caller names none: the default is a CPU's."""
+    """On this thread, new tensors are on `device` where the caller names none: the default is a CPU's. A tensor of one
+    number is filled there, since a copy from the host cannot be captured."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -52,9 +53,11 @@ class NewTensors(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _NEW and kwargs.get("device") is None:
+        is_number = func is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float)
+        if (is_number or func in _NEW) and kwargs.get("device") is None:
             self.was_needed = True
             kwargs = kwargs | {"device": self._device}
+            return torch.full((), *args, **kwargs) if is_number else func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
