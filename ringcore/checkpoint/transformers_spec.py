@@ -4,11 +4,12 @@ the table of its types is a module that needs no other, and is loaded by its fil
 from __future__ import annotations
 
 import difflib
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,10 @@ def _model_type(config: Metadata) -> str:
 def _known_types() -> Mapping[str, str]:
     """transformers' class of each type's configuration."""
     package = find_spec("transformers")
-    assert package is not None and package.submodule_search_locations, "a dependency of this package"
+    assert package is not None, "a dependency of this package"
+    assert package.submodule_search_locations, package
     path = Path(package.submodule_search_locations[0], "models", "auto", "auto_mappings.py")
-    spec = spec_from_file_location("transformers_auto_mappings", path)
-    assert spec is not None and spec.loader is not None, path
-    table = module_from_spec(spec)
-    spec.loader.exec_module(table)
-    names: Mapping[str, str] = table.CONFIG_MAPPING_NAMES
+    names: Mapping[str, str] = runpy.run_path(str(path))["CONFIG_MAPPING_NAMES"]
     return names
 
 

@@ -154,7 +154,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.log: list[tuple[str, ...]] = []
-        self.current = "compute"
+        self.current, self.is_done, self._num_events = "compute", False, 0
         self._names = iter(["out", "in"])
 
     def Stream(self, device: torch.device) -> SimpleNamespace:
@@ -178,34 +178,65 @@ class FakeCuda:
         self.current = before
 
     def Event(self) -> SimpleNamespace:
-        event = SimpleNamespace(of="", query=lambda: True)
+        event = SimpleNamespace(of="", query=lambda: self.is_done)
 
         def record(stream: SimpleNamespace) -> None:
             self.log.append((stream.name, "event"))
-            event.of = stream.name
+            self._num_events += 1
+            event.of = f"{stream.name} {self._num_events}"
 
         event.record = record
         return event
 
 
 def test_the_streams_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step waits for what is saved, and not for what is loaded; a load waits for saves and for steps before it."""
+    """The step waits for what is saved, and not for what is loaded; a load waits for steps before it, and for a save of
+    what it reads or overwrites."""
     pool, cuda = layers(), FakeCuda()
     pages, before = BlockPages(pool), [layer.clone() for layer in pool]
     monkeypatch.setattr(cuda_blocks, "_STAGING_BYTES", 2 * pages.block_bytes)
     link = CudaBlockLink(pages, LocalLink(), cuda)
-    places = [torch.zeros(pages.block_bytes, dtype=torch.uint8) for _ in range(5)]
+    memory = torch.zeros((7, pages.block_bytes), dtype=torch.uint8)
+    places = [memory[place] for place in (5, 4, 0, 1, 2)]
     link.save([1, 3, 5, 7, 9], places)
-    assert cuda.log == [("out", "event"), ("compute", "waits for", "out")]
+    assert cuda.log == [("out", "event")] * 6 + [("compute", "waits for", "out 6")]
     cuda.log.clear()
+    kept = [layer.clone() for layer in pool]
     for layer in pool:
         layer[[1, 3, 5, 7, 9]] = -1.0
-    assert link.is_done(link.load(places, [1, 3, 5, 7, 9]))
-    assert all(torch.equal(layer, was) for layer, was in zip(pool, before, strict=True))
-    assert cuda.log[:2] == [("compute", "event"), ("in", "waits for", "out")]
-    assert cuda.log[2:] == [("in", "waits for", "compute")] * 3 + [("in", "event")]
+    of_step = ("in", "waits for", "compute 7")
+    assert link.is_done(link.load([memory[6]], [0])) is False  # another place, another block
+    assert cuda.log == [("compute", "event"), of_step, ("in", "event")]
+    cuda.log.clear()
+    link.load([memory[6], memory[6], memory[6]], [2, 9, 0])
+    waits = [line for line in cuda.log if line[1] == "waits for"]
+    assert waits == [("in", "waits for", "out 5"), ("in", "waits for", "compute 9"), ("in", "waits for", "compute 9")]
+    cuda.log.clear()
+    link.load(places, [1, 3, 5, 7, 9])
+    waits = [line[2] for line in cuda.log if line[1] == "waits for"]
+    assert waits == ["out 2", "out 1", "compute 11", "out 4", "out 3", "compute 11", "out 6", "out 5", "compute 11"]
+    for layer, was in zip(pool, kept, strict=True):
+        assert torch.equal(layer[[1, 3, 5, 7, 9]], was[[1, 3, 5, 7, 9]])
+    cuda.is_done = True
+    cuda.log.clear()
+    assert link.is_done(link.load(places[:1], [1]))
+    assert [line[2] for line in cuda.log if line[1] == "waits for"] == ["compute 13"]
+    assert all(torch.equal(layer[1], was[1]) for layer, was in zip(pool, before, strict=True))
     link.finish()
     assert cuda.log[-2:] == [("out", "synchronized"), ("in", "synchronized")]
+
+
+def test_places_beside_each_other_are_copied_at_once() -> None:
+    memory = torch.zeros((8, 96), dtype=torch.uint8)
+    link = CudaBlockLink(BlockPages(layers()), LocalLink(), FakeCuda())
+    places = [memory[place] for place in (6, 5, 0, 1, 2, 4)]
+    (chunk,) = link._chunks([10, 11, 12, 13, 14, 15], places)
+    assert chunk.block_ids == [12, 13, 14, 15, 11, 10]
+    runs = list(chunk.runs())
+    assert [rows for rows, _ in runs] == [slice(0, 3), slice(3, 6)]
+    assert [run.shape for _, run in runs] == [(3, 96), (3, 96)]
+    runs[1][1].fill_(1)
+    assert memory[:, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("delay", [0, 3])

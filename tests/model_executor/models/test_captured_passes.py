@@ -38,6 +38,7 @@ def test_a_model_that_stays_on_its_device():
     assert kept_from_graphs(with_hook(lambda x: x + torch.zeros(32, device=x.device))) is None
     assert kept_from_graphs(with_hook(lambda x: x * torch.tensor(2.0))) is None  # a number, not a tensor of the device
     assert kept_from_graphs(with_hook(lambda x: torch.maximum(x, torch.tensor(1e-5).to(x.device)))) is None
+    assert kept_from_graphs(with_hook(lambda x: x * torch.tensor(1, dtype=x.dtype, device=x.device))) is None
 
 
 @pytest.mark.parametrize("number", [1e-5, 3, True])

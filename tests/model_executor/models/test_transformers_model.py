@@ -377,7 +377,7 @@ def test_tensors_that_it_makes_are_on_the_device_of_the_step():
     with Devices() as devices:
         body(ids, ids, recorded)
     assert devices.found == {"meta"}
-    body.names_no_device = False
+    body.makes_tensors = False
     with Devices() as devices:
         body(ids, ids, recorded)
     assert devices.found == {"meta", "cpu"}

@@ -223,7 +223,7 @@ def _unmasked_pass(body: Body, num_positions: int, repeats: bool = True) -> list
     for one in recorded:
         mixing.check(one.query, one.key, one.value, one.given.get("s_aux"))
     mixing.check(out.last_hidden_state)
-    body.names_no_device = body.names_no_device or new.was_needed
+    body.makes_tensors = body.makes_tensors or new.was_needed
     if repeats:
         body.alike = layers.found
     return [one.call(num_positions, is_masked=False) for one in recorded]

@@ -54,11 +54,10 @@ class NewTensors(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         is_number = func is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float)
-        if (is_number or func in _NEW) and kwargs.get("device") is None:
+        if is_number or (func in _NEW and kwargs.get("device") is None):
             self.was_needed = True
-            kwargs = kwargs | {"device": self._device}
-            return torch.full((), *args, **kwargs) if is_number else func(*args, **kwargs)
-        return func(*args, **kwargs)
+            kwargs = {"device": self._device, **{name: given for name, given in kwargs.items() if given is not None}}
+        return torch.full((), *args, **kwargs) if is_number else func(*args, **kwargs)
 
 
 class Body:
@@ -66,7 +65,7 @@ class Body:
 
     counts: whether it counts the positions of its tokens though it is given them
     in_mask: whether it hands down its mask alone, and not its keyword arguments
-    names_no_device: whether it makes tensors and does not say on which device
+    makes_tensors: whether it makes some of a number, or does not say on which device (`NewTensors`)
     alike: by name in the body, the layers that compute the same as an earlier one (`alike_layers`), and that one
     num_unread_layers: that text does not reach, of a model of several parts
     """
@@ -74,7 +73,7 @@ class Body:
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `Refused` for a model that is its own body."""
         self.model = model
-        self.counts = self.in_mask = self.names_no_device = False
+        self.counts = self.in_mask = self.makes_tensors = False
         self.alike: Mapping[str, str] = {}
         self.num_unread_layers = 0
         self.path = _around_embeddings(model)
@@ -84,7 +83,7 @@ class Body:
         """input_ids and positions: [num_tokens] -> hidden states [num_tokens, hidden_size]. ringcore: for the attention
         calls, to which the model hands it down."""
         inputs = {"input_ids": input_ids[None], **self.given(positions[None], ringcore)}
-        if self.names_no_device and input_ids.device.type != "cpu":
+        if self.makes_tensors and input_ids.device.type != "cpu":
             with NewTensors(input_ids.device):
                 return self.module(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
         return self.module(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
