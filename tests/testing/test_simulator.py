@@ -122,6 +122,7 @@ def busy_trace(seed: int = 0) -> Trace:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled
 def test_the_result_is_that_of_single_steps(model_folder, case, routing):
     config = make_config(model_folder, **CASES[case])
     options = {"routing": routing, "cost": COST, "num_processes": 1}
@@ -136,6 +137,7 @@ def test_the_result_is_that_of_single_steps(model_folder, case, routing):
 @pytest.mark.parametrize("routing", ["least-loaded", "prefix-affinity"])
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled
 def test_loads_are_those_of_replicas_that_all_run_along(model_folder, monkeypatch, case, num_drafts, routing):
     """A replica runs only when it may matter; here each runs up to every arrival."""
     config, speculator = make_config(model_folder, **CASES[case]), FakeSpeculator(num_drafts, 0.95)
