@@ -184,10 +184,14 @@ class _SharedBench(Bench):
         return out
 
 
-@pytest.mark.parametrize("is_fp8", [True, False])
-@pytest.mark.parametrize("window", [9, None])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("name", "window", "is_fp8"),
+    matrix(
+        dict.fromkeys(BACKENDS, product([None, 9], BOTH)),
+        product([None, 9], BOTH),
+        later=[(None, True), (9, False)],
+    ),
+)
 def test_a_layer_that_shares_kv_reads_it_and_writes_nothing(name: str, window: int | None, is_fp8: bool) -> None:
     bench = _SharedBench(name, spec_of(SMALL[name], 1, DTYPE[name], window, is_fp8=is_fp8), 3)
     run_case(bench, CASES["mixed"])
