@@ -175,6 +175,7 @@ class Broadcast(MessageWriter):
     def close(self) -> None:
         for writer in (self._first, *self._others):
             writer.close()
+        self.waiter.close()
 
 
 def queue_writer(writers: Sequence[MessageWriter], deaths: Sequence[int] = (), spin_s: float = 0.0) -> MessageWriter:

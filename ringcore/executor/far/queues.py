@@ -23,7 +23,7 @@ from ringcore.executor.far.window import ReceiveWindow, SendWindow
 from ringcore.executor.message_queue import MAX_MESSAGE_BYTES, Message, MessageReader, MessageWriter, layout, split
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
-from ringcore.executor.waiting import Waiter, signal_event
+from ringcore.executor.waiting import Event, Waiter
 
 __all__ = ["FarReader", "FarWriter"]
 
@@ -36,22 +36,23 @@ class _Connection(Protocol):
 
 
 class _Stream:
-    """One end: `event_fd` is signalled after each change that its peer made."""
+    """One end: its event is signalled after each change that its peer made, and when this end is closed."""
+
+    waiter: Waiter
 
     def __init__(self, link: _Connection, channel: int) -> None:
         self._link, self._channel = link, channel
-        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._event = Event()
         self._is_closed = self._peer_closed = False
 
     def _tell(self, kind: int, position: int = 0) -> None:
         self._link.transmit(pack_head(kind, self._channel, position))
 
     def free(self) -> None:
-        """Closes the descriptor; nothing more is taken. Idempotent."""
+        """Closes the descriptors; nothing more is taken. Idempotent."""
         self._is_closed = True
-        if self._event_fd >= 0:
-            os.close(self._event_fd)
-            self._event_fd = -1
+        self._event.close()
+        self.waiter.close()
 
 
 class FarWriter(_Stream, MessageWriter):
@@ -62,7 +63,7 @@ class FarWriter(_Stream, MessageWriter):
     ) -> None:
         super().__init__(link, channel)
         self._window = SendWindow(window_bytes)
-        self.events, self.sources = [self._event_fd], link.sources
+        self.events, self.sources = [self._event.fd], link.sources
         self.waiter = Waiter(self.events, deaths, spin_s, self.sources)
 
     def try_send(self, parts: Sequence[Buffer]) -> bool:
@@ -101,12 +102,13 @@ class FarWriter(_Stream, MessageWriter):
             self._peer_closed = True
         else:
             self._window.released(position)
-        signal_event(self._event_fd)
+        self._event.signal()
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._tell(CLOSED, self._window.head)
+            self._event.signal()
 
 
 def _pieces(laid: Sequence[Buffer]) -> Iterator[list[memoryview]]:
@@ -138,7 +140,7 @@ class FarReader(_Stream, MessageReader):
         self._arrived: deque[memoryview] = deque()
         self._partial: memoryview | None = None  # a message of several pieces, of which `_filled` bytes have come
         self._filled = 0
-        self.events, self.sources = [self._event_fd], link.sources
+        self.events, self.sources = [self._event.fd], link.sources
         self.waiter = Waiter(self.events, deaths, sources=self.sources)
         self.has_message, self.spin_until = self._has_message, self._spin_until
 
@@ -180,7 +182,7 @@ class FarReader(_Stream, MessageReader):
             raise RingCorruptError(f"a stream ends at {position}, where {self._window.received} came")
         else:
             self._peer_closed = True
-            signal_event(self._event_fd)
+            self._event.signal()
 
     def _take_piece(self, position: int, size: int, piece: memoryview) -> None:
         self._window.check(position, size)
@@ -203,10 +205,10 @@ class FarReader(_Stream, MessageReader):
     def _append(self, body: memoryview) -> None:
         self._window.arrived(len(body))
         self._arrived.append(body)
-        if not self._is_closed:
-            signal_event(self._event_fd)
+        self._event.signal()
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._tell(LEFT)
+            self._event.signal()
