@@ -157,9 +157,7 @@ class MultiprocExecutor(Executor):
             for writer in (group.calls, group.control)
         )
         self._watch = StallWatch(self._table, group, self.config.parallel)
-        group.on_close(self._watch.stop)
-        for waiter in (self._reply_waiter, self._calls.room, self._control.room):
-            group.on_close(waiter.close)
+        group.on_close(self._watch.stop, self._reply_waiter.close, self._calls.room.close, self._control.room.close)
 
     def _end_group(self, error: EngineDeadError) -> None:
         """Kills the remaining workers. Calls in flight get the error of their death, or this one."""

@@ -101,9 +101,10 @@ class WorkerGroup:
         self._cleanup.callback(event.close)
         return event
 
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Registers a callback that runs first when the group closes."""
-        self._cleanup.callback(callback)
+    def on_close(self, *callbacks: Callable[[], None]) -> None:
+        """Registers callbacks that run first when the group closes."""
+        for callback in callbacks:
+            self._cleanup.callback(callback)
 
     def kill(self, reason: EngineDeadError | None = None) -> None:
         """SIGKILL to every worker; `close` then does not wait."""
