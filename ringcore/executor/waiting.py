@@ -17,6 +17,7 @@ __all__ = [
     "DeadlinePassed",
     "Event",
     "PeerDied",
+    "RingClosed",
     "SpinBudget",
     "Waiter",
     "drain_event",
@@ -40,6 +41,10 @@ class PeerDied(Exception):
     def __init__(self, fd: int) -> None:
         super().__init__(f"the process of descriptor {fd} has ended")
         self.fd = fd
+
+
+class RingClosed(Exception):
+    """The other side has closed the ring, or this side has closed it or its waiter."""
 
 
 class DeadlinePassed(Exception):
@@ -178,7 +183,7 @@ class Waiter:
 
         `deadline` is on `time.monotonic`; `tick_s` bounds each sleep, for conditions whose event may be missed.
         Raises `PeerDied` or `DeadlinePassed`, each only after `ready()` was false once more, since a peer may make it
-        true before it dies. Errors of `ready` pass through.
+        true before it dies, and `RingClosed` after `close`. Errors of `ready` pass through.
         """
         if ready() or self._budget.spin(partial(_spin, ready), deadline):
             return 0.0
@@ -197,14 +202,14 @@ class Waiter:
         return self._sleep(None, 0.0)
 
     def close(self) -> None:
-        """No wait may begin after this; one that sleeps goes on until it is woken. Idempotent."""
+        """A wait that would sleep then raises `RingClosed`; one that sleeps goes on until it is woken. Idempotent."""
         self._duplicates = None
 
     def _sleep(self, deadline: float | None, tick_s: float | None) -> int | None:
         """Sleeps until an event, a death, the deadline or the tick; the descriptor of a peer that has ended, if any."""
         duplicates = self._duplicates  # this reference keeps them open
         if duplicates is None:
-            raise ValueError("the waiter is closed")
+            raise RingClosed
         sleep_s = tick_s
         if deadline is not None:
             left_s = max(0.0, deadline - time.monotonic())
@@ -227,9 +232,9 @@ class _Duplicates:
     def __init__(self, events: Iterable[int], deaths: Iterable[int], sources: Iterable[int]) -> None:
         self._fds: list[int] = []
         self.poll = select.poll()
-        self.events = frozenset(map(self._add, set(events)))
-        self.deaths = {self._add(fd): fd for fd in set(deaths)}
-        for fd in set(sources):
+        self.events = frozenset(map(self._add, dict.fromkeys(events)))
+        self.deaths = {self._add(fd): fd for fd in dict.fromkeys(deaths)}  # of several that have ended the last counts
+        for fd in dict.fromkeys(sources):
             self._add(fd)
 
     def _add(self, fd: int) -> int:
