@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from ringcore.executor.far.frames import (
     CLOSED,
@@ -38,6 +39,7 @@ class Link:
         self.lost_fd = self._lost.fd
         self.on_note: Callable[[Note], None] = lambda note: None
         self.pump = port.pump
+        self.burst: Callable[[], AbstractContextManager[None]] = port.burst
         self.sources: Sequence[int] = port.sources
         self._port, self._address = port, list(address)
         self._writers: dict[int, FarWriter] = {}

@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from ringcore.executor.far.frames import (
     pack_head,
 )
 from ringcore.executor.far.window import ReceiveWindow, SendWindow
-from ringcore.executor.message_queue import MAX_MESSAGE_BYTES, Message, MessageReader, MessageWriter, layout, split
+from ringcore.executor.message_queue import MAX_MESSAGE_BYTES, Message, MessageReader, MessageWriter, Outgoing, split
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.waiting import Event, Waiter
@@ -30,6 +31,7 @@ __all__ = ["FarReader", "FarWriter"]
 
 class _Connection(Protocol):
     pump: Callable[[], None]
+    burst: Callable[[], AbstractContextManager[None]]
     sources: Sequence[int]
 
     def transmit(self, frame: Buffer) -> None: ...
@@ -63,23 +65,24 @@ class FarWriter(_Stream, MessageWriter):
     ) -> None:
         super().__init__(link, channel)
         self._window = SendWindow(window_bytes)
-        self.events, self.sources = [self._event.fd], link.sources
+        self.events, self.sources, self.burst = [self._event.fd], link.sources, link.burst
         self.waiter = Waiter(self.events, deaths, spin_s, self.sources)
 
     def try_send(self, parts: Sequence[Buffer]) -> bool:
-        laid, size = layout(parts)
+        outgoing = Outgoing.of(parts)
+        _, size = outgoing.laid
         if not self._has_room(size):
             return False
         head = pack_head(PART, self._channel, self._window.send(size), size)
-        if size <= PIECE_BYTES:
-            self._link.transmit(b"".join((head, *laid)))
-        else:
-            for piece in _pieces(laid):
-                self._link.transmit(b"".join((head, *piece)))
+        frames = outgoing.frames.get(head)
+        if frames is None:
+            frames = outgoing.frames[head] = _frames(head, *outgoing.laid)
+        for frame in frames:
+            self._link.transmit(frame)
         return True
 
     def has_room(self, parts: Sequence[Buffer]) -> bool:
-        return self._has_room(layout(parts)[1])
+        return self._has_room(Outgoing.of(parts).laid[1])
 
     def _has_room(self, size: int) -> bool:
         if self._is_closed:
@@ -109,6 +112,10 @@ class FarWriter(_Stream, MessageWriter):
             self._is_closed = True
             self._tell(CLOSED, self._window.head)
             self._event.signal()
+
+
+def _frames(head: bytes, laid: Sequence[Buffer], size: int) -> list[bytes]:
+    return [b"".join((head, *piece)) for piece in ([laid] if size <= PIECE_BYTES else _pieces(laid))]
 
 
 def _pieces(laid: Sequence[Buffer]) -> Iterator[list[memoryview]]:
@@ -164,10 +171,18 @@ class FarReader(_Stream, MessageReader):
         if not self._arrived:
             raise RingClosed
         body = self._arrived.popleft()
+        if not self._arrived:
+            self._drain()
         size = len(body)
         message = Message(lambda: self._release(size))
         message.parts = split(body)
         return message
+
+    def _drain(self) -> None:
+        """All was taken: the next wait sleeps at once. What came meanwhile, in another thread, is signalled again."""
+        self._event.drain()
+        if self._arrived or self._peer_closed or self._is_closed:
+            self._event.signal()
 
     def _release(self, size: int) -> None:
         position = self._window.release(size)
