@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from ringcore.errors import InvalidRequestError
@@ -28,6 +29,7 @@ __all__ = [
     "Message",
     "MessageReader",
     "MessageWriter",
+    "Outgoing",
     "layout",
     "queue_writer",
     "split",
@@ -63,16 +65,34 @@ class Message:
         self._release()
 
 
+class Outgoing(list[Buffer]):
+    """The parts of a message to several readers: laid out once, and framed once for all streams with the same `head`.
+
+    frames: by their head.
+    """
+
+    def __init__(self, parts: Sequence[Buffer]) -> None:
+        super().__init__(parts)
+        self.laid = layout(parts)
+        self.frames: dict[bytes, list[bytes]] = {}
+
+    @classmethod
+    def of(cls, parts: Sequence[Buffer]) -> Outgoing:
+        return parts if isinstance(parts, Outgoing) else cls(parts)
+
+
 class MessageWriter(ABC):
     """The producer. Not thread-safe.
 
     waiter: waits for room. Its events and sources are also `events` (eventfds, drained by who waits on them) and
     `sources` (descriptors that `try_send` drains), for callers that wait for several things at once.
+    burst: a context in which several such writers send, sharing what each send would cost.
     """
 
     events: Sequence[int]
     sources: Sequence[int]
     waiter: Waiter
+    burst: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def send(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
         """Sends one message, waiting for room (back-pressure). Copies the parts: the caller may change them afterwards.
@@ -159,14 +179,17 @@ class Broadcast(MessageWriter):
         self.waiter = waiter
 
     def has_room(self, parts: Sequence[Buffer]) -> bool:
-        return all(writer.has_room(parts) for writer in (self._first, *self._others))
+        outgoing = Outgoing.of(parts)
+        return all(writer.has_room(outgoing) for writer in (self._first, *self._others))
 
     def try_send(self, parts: Sequence[Buffer]) -> bool:
-        if not all(writer.has_room(parts) for writer in self._others) or not self._first.try_send(parts):
+        outgoing = Outgoing.of(parts)
+        if not all(writer.has_room(outgoing) for writer in self._others) or not self._first.try_send(outgoing):
             return False
-        for writer in self._others:
-            was_sent = writer.try_send(parts)
-            assert was_sent, "room that was there is gone, with one producer"
+        with self._others[0].burst():
+            for writer in self._others:
+                was_sent = writer.try_send(outgoing)
+                assert was_sent, "room that was there is gone, with one producer"
         return True
 
     def unread_bytes(self) -> int:
@@ -175,6 +198,7 @@ class Broadcast(MessageWriter):
     def close(self) -> None:
         for writer in (self._first, *self._others):
             writer.close()
+        self.waiter.close()
 
 
 def queue_writer(writers: Sequence[MessageWriter], deaths: Sequence[int] = (), spin_s: float = 0.0) -> MessageWriter:

@@ -148,8 +148,8 @@ class MultiprocExecutor(Executor):
 
     def _attach(self, group: WorkerGroup, spin_s: float) -> None:
         """Makes the executor's state for this group of workers: waiters, queues and the watchdog."""
-        deaths = [*group.deaths, group.closing_fd]
-        events = [*group.events, group.due_fd]
+        deaths = [*group.deaths, group.closing.fd]
+        events = [*group.events, group.due.fd]
         self._wait_fds = [*events, *group.sources, *group.deaths]
         self._reply_waiter = Waiter(events, deaths, sources=group.sources)
         self._calls, self._control = (
@@ -157,7 +157,7 @@ class MultiprocExecutor(Executor):
             for writer in (group.calls, group.control)
         )
         self._watch = StallWatch(self._table, group, self.config.parallel)
-        group.on_close(self._watch.stop)
+        group.on_close(self._watch.stop, self._reply_waiter.close, self._calls.room.close, self._control.room.close)
 
     def _end_group(self, error: EngineDeadError) -> None:
         """Kills the remaining workers. Calls in flight get the error of their death, or this one."""

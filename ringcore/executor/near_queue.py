@@ -110,6 +110,7 @@ class NearWriter(MessageWriter):
     def close(self) -> None:
         self._ring.close()
         self._side.close()
+        self.waiter.close()
 
 
 class NearReader(MessageReader):
@@ -150,3 +151,4 @@ class NearReader(MessageReader):
     def close(self) -> None:
         self._ring.close()
         self._side.close()
+        self.waiter.close()

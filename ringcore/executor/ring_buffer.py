@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ringcore.executor.memory_order import make_fence
 from ringcore.executor.ring_memory import RingCorruptError, RingHandle, RingMapping
-from ringcore.executor.waiting import signal_event
+from ringcore.executor.waiting import RingClosed, signal_event
 
 __all__ = ["LINE", "MAX_PARTS", "Buffer", "RecordTooLarge", "RingClosed", "RingReader", "RingWriter"]
 
@@ -28,10 +28,6 @@ _TAIL, _READER_CLOSED = 0, 8
 _HEADERS = [struct.Struct(f"<QIHH{n}I") for n in range(MAX_PARTS + 1)]
 _HEADER_BYTES = [-(-header.size // LINE) * LINE for header in _HEADERS]
 _WRAP = 0  # the kind of the wrap-around marker that ends a lap; a caller's kinds start at 1
-
-
-class RingClosed(Exception):
-    """The other side has closed the ring, or this side has."""
 
 
 class RecordTooLarge(Exception):

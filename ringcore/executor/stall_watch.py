@@ -27,7 +27,6 @@ from ringcore.errors import EngineDeadError
 from ringcore.executor.calls import Call, CallTable, StepCall
 from ringcore.executor.control_thread import BEAT_S
 from ringcore.executor.unchanged import UnchangedFor
-from ringcore.executor.waiting import signal_event
 from ringcore.executor.worker_group import WorkerGroup
 from ringcore.protocol.messages import RankHealth
 
@@ -61,7 +60,7 @@ class StallWatch:
         self._thread.start()
 
     def wake(self) -> None:
-        """Wakes the thread: a call has failed on a rank, and `due_fd` must be signalled when the call is due."""
+        """Wakes the thread: a call has failed on a rank, and `due` must be signalled when the call is due."""
         self._inbox.put(None)
 
     def stop(self) -> None:
@@ -89,7 +88,7 @@ class StallWatch:
                 continue
 
     def _announce_due(self, table: CallTable, next_look: float) -> float:
-        """Signals `due_fd`, which wakes sleepers on the executor's descriptors, for a call that is due. Returns when to
+        """Signals `due`, which wakes sleepers on the executor's descriptors, for a call that is due. Returns when to
         call again: repeatedly until the call is settled, since the wake may come shortly before the call is due."""
         due = table.next_due()
         if due is None:
@@ -98,7 +97,7 @@ class StallWatch:
         if due > now:
             return min(due, next_look)
         if not self._is_stopping:
-            signal_event(self._group.due_fd)
+            self._group.due.signal()
         return min(now + MIN_PERIOD_S, next_look)
 
     def look(self, table: CallTable) -> None:

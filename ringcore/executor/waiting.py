@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,7 +15,9 @@ __all__ = [
     "OWN_CORE_LOOKS",
     "SPACE_TICK_S",
     "DeadlinePassed",
+    "Event",
     "PeerDied",
+    "RingClosed",
     "SpinBudget",
     "Waiter",
     "drain_event",
@@ -38,6 +41,10 @@ class PeerDied(Exception):
     def __init__(self, fd: int) -> None:
         super().__init__(f"the process of descriptor {fd} has ended")
         self.fd = fd
+
+
+class RingClosed(Exception):
+    """The other side has closed the ring, or this side has closed it or its waiter."""
 
 
 class DeadlinePassed(Exception):
@@ -76,6 +83,37 @@ def drain_event(fd: int) -> None:
         os.eventfd_read(fd)
     except BlockingIOError:
         return
+
+
+class Event:
+    """An eventfd that may be closed while other threads signal it, or wait for it by a `Waiter`.
+
+    fd: -1 once it is closed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may close it in the middle of a signal
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def signal(self) -> None:
+        """Does nothing once it is closed: the number may be another file's."""
+        with self._lock:
+            if self.fd >= 0:
+                signal_event(self.fd)
+
+    def drain(self) -> None:
+        """Takes the signal back. Check the condition after this."""
+        with self._lock:
+            if self.fd >= 0:
+                drain_event(self.fd)
+
+    def close(self) -> None:
+        """Wakes who waits, and closes the descriptor. Idempotent."""
+        with self._lock:
+            fd, self.fd = self.fd, -1
+            if fd >= 0:
+                signal_event(fd)
+                os.close(fd)
 
 
 class SpinBudget:
@@ -135,23 +173,23 @@ class Waiter:
     deaths: descriptors that become readable, or hang up, when a peer ends (pidfds, read ends of death pipes).
     spin_s: how long to spin, yielding the core each time, before sleeping in poll().
     sources: descriptors that only the condition itself makes unreadable again, such as a socket's.
+
+    It polls duplicates of the descriptors: who owns one may close it while another thread waits, and wakes that thread
+    before. The duplicates are closed with the waiter, or by `close`, but not below a thread that sleeps.
     """
 
     def __init__(
         self, events: Iterable[int], deaths: Iterable[int] = (), spin_s: float = 0.0, sources: Iterable[int] = ()
     ) -> None:
-        self._events, self._sources = frozenset(events), frozenset(sources)
         self._budget = SpinBudget(spin_s)
-        self._poll = select.poll()
-        for fd in (*self._events, *self._sources, *deaths):
-            self._poll.register(fd, select.POLLIN)
+        self._duplicates: _Duplicates | None = _Duplicates(events, deaths, sources)
 
     def wait(self, ready: Callable[[], bool], deadline: float | None = None, tick_s: float | None = None) -> float:
         """Returns when `ready()` is true: the seconds that it slept, 0.0 if it did not.
 
         `deadline` is on `time.monotonic`; `tick_s` bounds each sleep, for conditions whose event may be missed.
         Raises `PeerDied` or `DeadlinePassed`, each only after `ready()` was false once more, since a peer may make it
-        true before it dies. Errors of `ready` pass through.
+        true before it dies, and `RingClosed` after `close`. Errors of `ready` pass through.
         """
         if ready() or self._budget.spin(partial(_spin, ready), deadline):
             return 0.0
@@ -169,19 +207,50 @@ class Waiter:
         """Drains the signalled events without waiting; returns the descriptor of a peer that has ended, if any."""
         return self._sleep(None, 0.0)
 
+    def close(self) -> None:
+        """A wait that would sleep then raises `RingClosed`; one that sleeps goes on until it is woken. Idempotent."""
+        self._duplicates = None
+
     def _sleep(self, deadline: float | None, tick_s: float | None) -> int | None:
         """Sleeps until an event, a death, the deadline or the tick; the descriptor of a peer that has ended, if any."""
+        duplicates = self._duplicates  # this reference keeps them open
+        if duplicates is None:
+            raise RingClosed
         sleep_s = tick_s
         if deadline is not None:
             left_s = max(0.0, deadline - time.monotonic())
             sleep_s = left_s if sleep_s is None else min(sleep_s, left_s)
         dead = None
-        for fd, _ in self._poll.poll(None if sleep_s is None else sleep_s * 1e3):
-            if fd in self._events:
+        for fd, _ in duplicates.poll.poll(None if sleep_s is None else sleep_s * 1e3):
+            if fd in duplicates.events:
                 drain_event(fd)
-            elif fd not in self._sources:
-                dead = fd
+            elif fd in duplicates.deaths:
+                dead = duplicates.deaths[fd]
         return dead
+
+
+class _Duplicates:
+    """A waiter's descriptors, closed with the last reference: the waiter's own, and that of each thread that sleeps.
+
+    deaths: by the duplicate, which descriptor it is of.
+    """
+
+    def __init__(self, events: Iterable[int], deaths: Iterable[int], sources: Iterable[int]) -> None:
+        self._fds: list[int] = []
+        self.poll = select.poll()
+        self.events = frozenset(map(self._add, dict.fromkeys(events)))
+        self.deaths = {self._add(fd): fd for fd in dict.fromkeys(deaths)}  # of several that have ended the last counts
+        for fd in dict.fromkeys(sources):
+            self._add(fd)
+
+    def _add(self, fd: int) -> int:
+        self._fds.append(os.dup(fd))
+        self.poll.register(self._fds[-1], select.POLLIN)
+        return self._fds[-1]
+
+    def __del__(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
 
 
 def _spin(ready: Callable[[], bool], until: float) -> bool:

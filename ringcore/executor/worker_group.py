@@ -15,7 +15,7 @@ from ringcore.config.rank_layout import LOCALHOST
 from ringcore.errors import EngineDeadError
 from ringcore.executor.message_queue import MessageReader, queue_writer
 from ringcore.executor.status_board import RankStatus
-from ringcore.executor.waiting import signal_event
+from ringcore.executor.waiting import Event
 from ringcore.executor.worker_host import HostStart, NearHost, WorkerHost, WorkerProcess
 from ringcore.protocol.messages import RankHealth
 
@@ -68,8 +68,8 @@ class WorkerGroup:
 
     children, replies: by rank. calls, control: the queues that all of them read, one for ordered calls and one
     for read-only methods. events, sources: of the replies (see `MessageReader`). deaths: descriptors that become
-    readable when a worker has ended or a host is lost. closing_fd, due_fd: eventfds of the executor, which end its own
-    waits, and wake it for a call that is due.
+    readable when a worker has ended or a host is lost. closing, due: events of the executor, which end its own waits,
+    and wake it for a call that is due.
     killed_for: the reason why this side killed the workers, which becomes the error of their death.
     """
 
@@ -77,7 +77,6 @@ class WorkerGroup:
         self._cleanup = ExitStack()
         self._lock = threading.RLock()  # a signal handler may close in the middle of a close
         self._owner_pid = os.getpid()
-        self._is_closed = False
         self.killed_for: EngineDeadError | None = None
         self._hosts = hosts
         for host in hosts:
@@ -85,7 +84,7 @@ class WorkerGroup:
         for host in hosts:  # first: workers may wait for each other until they exit
             self._cleanup.callback(host.hang_up)
         try:
-            self.closing_fd, self.due_fd = self._eventfd(), self._eventfd()
+            self.closing, self.due = self._event(), self._event()
         except BaseException:
             self._cleanup.close()
             raise
@@ -97,14 +96,15 @@ class WorkerGroup:
         self.sources = sorted({fd for reader in self.replies for fd in reader.sources})
         self.deaths = [fd for host in hosts for fd in host.deaths]
 
-    def _eventfd(self) -> int:
-        fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._cleanup.callback(os.close, fd)
-        return fd
+    def _event(self) -> Event:
+        event = Event()
+        self._cleanup.callback(event.close)
+        return event
 
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Registers a callback that runs first when the group closes."""
-        self._cleanup.callback(callback)
+    def on_close(self, *callbacks: Callable[[], None]) -> None:
+        """Registers callbacks that run first when the group closes."""
+        for callback in callbacks:
+            self._cleanup.callback(callback)
 
     def kill(self, reason: EngineDeadError | None = None) -> None:
         """SIGKILL to every worker; `close` then does not wait."""
@@ -143,14 +143,12 @@ class WorkerGroup:
         if not self.is_ours:
             return
         with self._lock:
-            self._is_closed = True
             self._cleanup.close()
 
     def interrupt(self) -> None:
-        """Makes `closing_fd` readable: waits in all threads end."""
-        with self._lock:  # after the close the descriptor's number may be another file's
-            if self.is_ours and not self._is_closed:
-                signal_event(self.closing_fd)
+        """Signals `closing`: waits in all threads end."""
+        if self.is_ours:
+            self.closing.signal()
 
     @property
     def is_ours(self) -> bool:

@@ -62,7 +62,6 @@ class PaperGroup:
     def __init__(self) -> None:
         self.children, self.replies = [PaperChild()], [PaperReader()]
         self.killed_for = None
-        self.due_fd = -1
 
     def statuses(self):
         return [RankStatus(0, None, 1, "", 5)]

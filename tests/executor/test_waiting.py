@@ -83,6 +83,17 @@ def test_the_condition_is_looked_at_once_more_before_a_death_or_a_deadline_count
     Waiter([event]).wait(lambda: looks.append(1) or len(looks) == 2, deadline=time.monotonic())
 
 
+@pytest.mark.parametrize("descending", [False, True])
+def test_of_several_that_ended_the_last_counts(descending):
+    """The order in which they were given, whatever their numbers: an executor's own close comes after its workers."""
+    ends = sorted((os.eventfd(1, os.EFD_CLOEXEC) for _ in range(4)), reverse=descending)
+    waiter = Waiter([], ends)
+    assert waiter.take_events() == ends[-1]
+    waiter.close()
+    for fd in ends:
+        os.close(fd)
+
+
 def test_taking_events_never_waits(event, pipe):
     waiter = Waiter([event], [pipe[0]])
     assert waiter.take_events() is None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ringcore.executor.far.frames import NOTE, Join, Refuse, unpack_head, unpack
 from ringcore.executor.far.link import Link
 from ringcore.executor.far.port import NEVER_MS, Port
 from ringcore.executor.ring_memory import RingCorruptError
-from ringcore.executor.waiting import PeerDied, Waiter, signal_event
+from ringcore.executor.waiting import Event, PeerDied, Waiter
 
 __all__ = ["HostListener", "JoiningEnd"]
 
@@ -36,7 +36,7 @@ class Joined(NamedTuple):
 
 class HostListener:
     """A ROUTER behind CurveZMQ, where hosts join. address: the endpoint, with the port that was picked. joined: the
-    last that each host said when it joined, by name. closing_fd: readable after `interrupt`.
+    last that each host said when it joined, by name. closing_fd: readable after `interrupt` or `close`.
 
     check: why a host may not join, or None. Raises `ConfigError` for an address where nothing can listen.
     """
@@ -50,7 +50,8 @@ class HostListener:
         self._link_of_fd: dict[int, Link] = {}  # by the socket of the connection
         self._waiting: dict[str, Link] = {}  # joined, and not yet taken by `wait_for`
         self.joined: dict[str, Joined] = {}
-        self._joined_fd, self.closing_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
+        self._joined, self._closing = Event(), Event()
+        self.closing_fd = self._closing.fd
         self._port = Port(self._context, zmq.ROUTER, self._take, self._on_event, zmq.EVENT_DISCONNECTED)
         try:
             require_known_key(self._port.socket, keys.secret)
@@ -66,18 +67,22 @@ class HostListener:
     def wait_for(self, hosts: Sequence[str], deadline: float) -> dict[str, Link]:
         """The link to each of these hosts, once all have joined; the caller closes them.
 
-        Raises `DeadlinePassed`, and `EngineDeadError` after `interrupt`.
+        Raises `DeadlinePassed`, and `EngineDeadError` after `interrupt` or `close`.
         """
-        self._port.pump()
 
         def all_are_here() -> bool:
             self._port.pump()
             return all(map(self.is_waiting, hosts))
 
-        try:
-            Waiter([self._joined_fd], [self.closing_fd], sources=self._port.sources).wait(all_are_here, deadline)
-        except PeerDied:
-            raise EngineDeadError("the workers were shut down", process="workers") from None
+        with self._port.lock:
+            if self._port.is_closed:
+                raise EngineDeadError("the workers were shut down", process="workers")
+            waiter = Waiter([self._joined.fd], [self.closing_fd], sources=self._port.sources)
+        with closing(waiter):
+            try:
+                waiter.wait(all_are_here, deadline)
+            except PeerDied:
+                raise EngineDeadError("the workers were shut down", process="workers") from None
         return {name: self._waiting.pop(name) for name in hosts}
 
     def is_waiting(self, host: str) -> bool:
@@ -86,9 +91,7 @@ class HostListener:
 
     def interrupt(self) -> None:
         """Ends `wait_for` in another thread."""
-        with self._port.lock:  # after the close the descriptor's number may be another file's
-            if not self._port.is_closed:
-                signal_event(self.closing_fd)
+        self._closing.signal()
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         identity = frames[0].bytes
@@ -123,7 +126,7 @@ class HostListener:
         self._link_of_fd[int(str(frame.get("__fd")))] = link
         self._links[identity] = self._waiting[note.host] = link
         self.joined[note.host] = Joined(note, str(frame.get("Peer-Address")))
-        signal_event(self._joined_fd)
+        self._joined.signal()
 
     def _on_event(self, event: int, value: int) -> Callable[[], None] | None:
         link = self._link_of_fd.pop(value, None)
@@ -140,8 +143,8 @@ class HostListener:
                 return
             for link in {*self._links.values(), *self._waiting.values()}:
                 link.close()
-            for fd in (self._joined_fd, self.closing_fd):
-                os.close(fd)
+            self._closing.close()
+            self._joined.close()
         self._context.term()
         self._zap_handler.join()
 

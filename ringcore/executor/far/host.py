@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 
@@ -24,7 +23,7 @@ from ringcore.executor.far.frames import (
 from ringcore.executor.far.link import Link
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.status_board import LINE, RankStatus, read_line
-from ringcore.executor.waiting import DeadlinePassed, PeerDied, Waiter, signal_event
+from ringcore.executor.waiting import DeadlinePassed, Event, PeerDied, Waiter
 from ringcore.executor.worker_host import CONTROL_RING_BYTES, GRACE_S, HostStart, WorkerHost
 from ringcore.protocol.codec import encode_start
 
@@ -105,13 +104,13 @@ class FarHost(WorkerHost):
         self._started: Started | None = None
         self._status: tuple[Status, int] | None = None  # and when it came, on this host's clock
         self._created_ns = time.monotonic_ns()
-        self._started_fd, self._ended_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
+        self._started_event, self._ended_event = Event(), Event()
         self.children: Sequence[FarChild] = [FarChild(self, i, rank) for i, rank in enumerate(self.ranks)]
         parallel = start.config.parallel
         self.calls = link.writer(CALLS, parallel.call_ring_bytes)
         self.control = link.writer(CONTROL, CONTROL_RING_BYTES)
         self.replies = [link.reader(i, parallel.reply_ring_bytes, spin_s=spin_s) for i in range(len(self.ranks))]
-        self.deaths = [link.lost_fd, self._ended_fd]
+        self.deaths = [link.lost_fd, self._ended_event.fd]
         link.on_note = self._take_note
         link.note(StartWorkers(encode_start(start)))
 
@@ -128,16 +127,17 @@ class FarHost(WorkerHost):
             self.link.pump()
             return self._started is not None
 
+        waiter = Waiter([self._started_event.fd], [self.link.lost_fd, closing_fd], sources=self.link.sources)
         try:
-            Waiter([self._started_fd], [self.link.lost_fd, closing_fd], sources=self.link.sources).wait(
-                is_started, deadline
-            )
+            waiter.wait(is_started, deadline)
         except DeadlinePassed:
             raise EngineDeadError(f"the host {self.link.peer} has started no workers", host=self.name) from None
         except PeerDied as death:
             if death.fd == closing_fd:
                 raise EngineDeadError("the workers were shut down", process="workers") from None
             raise self.lost_error(None) from None
+        finally:
+            waiter.close()
         assert self._started is not None
         if self._started.error is not None:
             raised = error_from_wire(msgspec.to_builtins(self._started.error))
@@ -166,14 +166,14 @@ class FarHost(WorkerHost):
         match note:
             case Started():
                 self._started = note
-                signal_event(self._started_fd)
+                self._started_event.signal()
             case Status() if len(note.lines) == LINE * len(self.children) and len(note.states) == len(self.children):
                 self._status = note, time.monotonic_ns()
                 for child, state in zip(self.children, note.states, strict=True):
                     child.state = state
             case WorkerEnded():
                 self.children[index].ended = note
-                signal_event(self._ended_fd)
+                self._ended_event.signal()
             case Stacks():
                 self.children[index].stacks = note.text
             case _:
@@ -191,7 +191,7 @@ class FarHost(WorkerHost):
         ]
 
     def close(self) -> None:
-        if self._ended_fd < 0:
+        if self._ended_event.fd < 0:
             return
         self.hang_up()
 
@@ -205,6 +205,5 @@ class FarHost(WorkerHost):
                 waiter.wait(all_ended, time.monotonic() + GRACE_S, _TICK_S)
         self.link.note(Finish())
         self.link.close()
-        for fd in (self._started_fd, self._ended_fd):
-            os.close(fd)
-        self._started_fd = self._ended_fd = -1
+        self._started_event.close()
+        self._ended_event.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from ringcore.executor.far.frames import (
     CLOSED,
@@ -20,7 +20,7 @@ from ringcore.executor.far.port import Port
 from ringcore.executor.far.queues import FarReader, FarWriter
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.ring_memory import RingCorruptError
-from ringcore.executor.waiting import signal_event
+from ringcore.executor.waiting import Event
 
 __all__ = ["Link"]
 
@@ -35,9 +35,11 @@ class Link:
     def __init__(self, port: Port, peer: str, address: Sequence[bytes] = ()) -> None:
         self.peer = peer
         self.why: str | None = None
-        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lost = Event()
+        self.lost_fd = self._lost.fd
         self.on_note: Callable[[Note], None] = lambda note: None
         self.pump = port.pump
+        self.burst: Callable[[], AbstractContextManager[None]] = port.burst
         self.sources: Sequence[int] = port.sources
         self._port, self._address = port, list(address)
         self._writers: dict[int, FarWriter] = {}
@@ -81,15 +83,12 @@ class Link:
         """The connection has ended. What arrived before is still read. The first reason stays."""
         if self.why is None:
             self.why = why
-            signal_event(self.lost_fd)
+            self._lost.signal()
 
     def close(self) -> None:
         """Frees the descriptors. Idempotent; the port stays."""
         with self._port.lock:
-            if self.lost_fd < 0:
-                return
             self.lose("it was closed here")
-            os.close(self.lost_fd)
-            self.lost_fd = -1
+            self._lost.close()
             for stream in (*self._writers.values(), *self._readers.values()):
                 stream.free()

@@ -8,7 +8,8 @@ ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
@@ -24,6 +25,8 @@ _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 400, 1200
 _HANDSHAKE_MS = 5_000
 _CURVE_BYTES = 1 << 10  # upper bound of what encryption adds to a frame
 _COPIED_BYTES = 16 << 10  # smaller frames are copied: sharing one costs more
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # an operator of pyzmq's enums takes longer than the call
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 NEVER_MS = 1 << 30  # ZMQ's own value (-1) discards received messages when the connection ends
 
 
@@ -48,7 +51,7 @@ class Port:
     ) -> None:
         self._take, self._on_event = take, on_event
         self.lock = threading.RLock()  # `take` may send
-        self._is_pumping = self.is_closed = False
+        self._is_quiet = self.is_closed = False  # quiet: `pump` does nothing
         self._ends: list[Callable[[], None]] = []
         self.socket: zmq.Socket[bytes] = context.socket(kind)
         set_option = self.socket.setsockopt
@@ -71,37 +74,54 @@ class Port:
             *heads, last = frames
             try:
                 for head in heads:
-                    self.socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-                self.socket.send(last, zmq.NOBLOCK, copy=len(last) < _COPIED_BYTES)
+                    self.socket.send(head, _SNDMORE)
+                self.socket.send(last, _NOBLOCK, copy=len(last) < _COPIED_BYTES)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EAGAIN and not self.is_closed:
                     raise
             self.pump()  # sending may have taken the signal of a message that arrived
 
-    def pump(self) -> None:
-        """Takes everything that has arrived. Returns at once within `take`."""
+    @contextmanager
+    def burst(self) -> Iterator[None]:
+        """Several sends, with one pump at the end instead of one after each, which takes longer than the send."""
         with self.lock:
-            if self._is_pumping or self.is_closed:
+            was_quiet, self._is_quiet = self._is_quiet, True
+            try:
+                yield
+            finally:
+                self._is_quiet = was_quiet
+                self.pump()
+
+    def pump(self) -> None:
+        """Takes everything that has arrived. Returns at once within `take` and `burst`."""
+        with self.lock:
+            if self._is_quiet or self.is_closed:
                 return
-            self._is_pumping = True
+            self._is_quiet = True
             try:
                 self.take_events()
-                while not self.is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                    self._take(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                while self._has_arrived(self.socket):
+                    frames = [self.socket.recv(_NOBLOCK, copy=False)]
+                    while frames[-1].more:
+                        frames.append(self.socket.recv(_NOBLOCK, copy=False))
+                    self._take(frames)
                 while self._ends:
                     self._ends.pop()()
             except zmq.ZMQError:
                 if not self.is_closed:  # by a signal handler, above this very use of the socket
                     raise
             finally:
-                self._is_pumping = False
+                self._is_quiet = False
 
     def take_events(self) -> None:
-        while not self.is_closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while self._has_arrived(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             end = self._on_event(event["event"], event["value"])
             if end is not None:
                 self._ends.append(end)
+
+    def _has_arrived(self, socket: zmq.Socket[bytes]) -> bool:
+        return not self.is_closed and bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
     def close(self, linger_s: float = 0.0) -> bool:
         """What was sent is delivered within `linger_s` of the context's end, or lost. False if it was closed before:

@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -20,38 +21,40 @@ from ringcore.executor.far.frames import (
     pack_head,
 )
 from ringcore.executor.far.window import ReceiveWindow, SendWindow
-from ringcore.executor.message_queue import MAX_MESSAGE_BYTES, Message, MessageReader, MessageWriter, layout, split
+from ringcore.executor.message_queue import MAX_MESSAGE_BYTES, Message, MessageReader, MessageWriter, Outgoing, split
 from ringcore.executor.ring_buffer import Buffer, RingClosed
 from ringcore.executor.ring_memory import RingCorruptError
-from ringcore.executor.waiting import Waiter, signal_event
+from ringcore.executor.waiting import Event, Waiter
 
 __all__ = ["FarReader", "FarWriter"]
 
 
 class _Connection(Protocol):
     pump: Callable[[], None]
+    burst: Callable[[], AbstractContextManager[None]]
     sources: Sequence[int]
 
     def transmit(self, frame: Buffer) -> None: ...
 
 
 class _Stream:
-    """One end: `event_fd` is signalled after each change that its peer made."""
+    """One end: its event is signalled after each change that its peer made, and when this end is closed."""
+
+    waiter: Waiter
 
     def __init__(self, link: _Connection, channel: int) -> None:
         self._link, self._channel = link, channel
-        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._event = Event()
         self._is_closed = self._peer_closed = False
 
     def _tell(self, kind: int, position: int = 0) -> None:
         self._link.transmit(pack_head(kind, self._channel, position))
 
     def free(self) -> None:
-        """Closes the descriptor; nothing more is taken. Idempotent."""
+        """Closes the descriptors; nothing more is taken. Idempotent."""
         self._is_closed = True
-        if self._event_fd >= 0:
-            os.close(self._event_fd)
-            self._event_fd = -1
+        self._event.close()
+        self.waiter.close()
 
 
 class FarWriter(_Stream, MessageWriter):
@@ -62,23 +65,24 @@ class FarWriter(_Stream, MessageWriter):
     ) -> None:
         super().__init__(link, channel)
         self._window = SendWindow(window_bytes)
-        self.events, self.sources = [self._event_fd], link.sources
+        self.events, self.sources, self.burst = [self._event.fd], link.sources, link.burst
         self.waiter = Waiter(self.events, deaths, spin_s, self.sources)
 
     def try_send(self, parts: Sequence[Buffer]) -> bool:
-        laid, size = layout(parts)
+        outgoing = Outgoing.of(parts)
+        _, size = outgoing.laid
         if not self._has_room(size):
             return False
         head = pack_head(PART, self._channel, self._window.send(size), size)
-        if size <= PIECE_BYTES:
-            self._link.transmit(b"".join((head, *laid)))
-        else:
-            for piece in _pieces(laid):
-                self._link.transmit(b"".join((head, *piece)))
+        frames = outgoing.frames.get(head)
+        if frames is None:
+            frames = outgoing.frames[head] = _frames(head, *outgoing.laid)
+        for frame in frames:
+            self._link.transmit(frame)
         return True
 
     def has_room(self, parts: Sequence[Buffer]) -> bool:
-        return self._has_room(layout(parts)[1])
+        return self._has_room(Outgoing.of(parts).laid[1])
 
     def _has_room(self, size: int) -> bool:
         if self._is_closed:
@@ -101,12 +105,17 @@ class FarWriter(_Stream, MessageWriter):
             self._peer_closed = True
         else:
             self._window.released(position)
-        signal_event(self._event_fd)
+        self._event.signal()
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._tell(CLOSED, self._window.head)
+            self._event.signal()
+
+
+def _frames(head: bytes, laid: Sequence[Buffer], size: int) -> list[bytes]:
+    return [b"".join((head, *piece)) for piece in ([laid] if size <= PIECE_BYTES else _pieces(laid))]
 
 
 def _pieces(laid: Sequence[Buffer]) -> Iterator[list[memoryview]]:
@@ -138,7 +147,7 @@ class FarReader(_Stream, MessageReader):
         self._arrived: deque[memoryview] = deque()
         self._partial: memoryview | None = None  # a message of several pieces, of which `_filled` bytes have come
         self._filled = 0
-        self.events, self.sources = [self._event_fd], link.sources
+        self.events, self.sources = [self._event.fd], link.sources
         self.waiter = Waiter(self.events, deaths, sources=self.sources)
         self.has_message, self.spin_until = self._has_message, self._spin_until
 
@@ -162,10 +171,18 @@ class FarReader(_Stream, MessageReader):
         if not self._arrived:
             raise RingClosed
         body = self._arrived.popleft()
+        if not self._arrived:
+            self._drain()
         size = len(body)
         message = Message(lambda: self._release(size))
         message.parts = split(body)
         return message
+
+    def _drain(self) -> None:
+        """All was taken: the next wait sleeps at once. What came meanwhile, in another thread, is signalled again."""
+        self._event.drain()
+        if self._arrived or self._peer_closed or self._is_closed:
+            self._event.signal()
 
     def _release(self, size: int) -> None:
         position = self._window.release(size)
@@ -180,7 +197,7 @@ class FarReader(_Stream, MessageReader):
             raise RingCorruptError(f"a stream ends at {position}, where {self._window.received} came")
         else:
             self._peer_closed = True
-            signal_event(self._event_fd)
+            self._event.signal()
 
     def _take_piece(self, position: int, size: int, piece: memoryview) -> None:
         self._window.check(position, size)
@@ -203,10 +220,10 @@ class FarReader(_Stream, MessageReader):
     def _append(self, body: memoryview) -> None:
         self._window.arrived(len(body))
         self._arrived.append(body)
-        if not self._is_closed:
-            signal_event(self._event_fd)
+        self._event.signal()
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._tell(LEFT)
+            self._event.signal()
