@@ -78,6 +78,11 @@ class Measurements:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
+    def write(self, key: Mapping[str, str], what: str, content: Any) -> None:
+        """Records `content`, of which JSON can be made, for `key` in place of what was. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _write(self._path(key), {"key": dict(key), what: content})
+
     def can_record(self) -> bool:
         """Whether the folder can be written."""
         try:

@@ -6,6 +6,7 @@ it, and skipped. So there is no list of kernels and shapes to maintain beside th
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -108,6 +109,7 @@ def compile_variants(variants: Sequence[Variant], device: torch.device, num_thre
     return time.monotonic() - started
 
 
+@functools.cache
 def _source_length(kernel: Any) -> int:
     """Characters of a kernel and of everything it calls: roughly proportional to its compile time."""
     sources, waiting = {kernel.src}, [kernel]

@@ -98,11 +98,13 @@ class Worker(TracedWorker):
     @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         """-> "weights_bytes", and seconds: "build_s", then two concurrent jobs: "weights_s", and "kernels_s" (kernel
-        warm-up) where the device has kernels. Raises `ModelLoadError`."""
+        warm-up, which may begin before the build) where the device has kernels. Raises `ModelLoadError`."""
         platform, tp = _require(self._platform, "init_device"), _require(self._tp, "init_device")
-        built = BuiltModel.of(self.config, platform, tp, self._stage)
-        kernels = _compile_kernels(self.config, platform, tp, built)
+        kernels = _compile_kernels(self.config, platform, tp)
         try:
+            built = BuiltModel.of(self.config, platform, tp, self._stage)
+            if kernels is not None:
+                kernels.follow(built)
             begin_store = self._begin_store if self.config.device.enable_sleep_mode else None
             self._loaded = built.load(self.config, platform, begin_store)
         finally:
@@ -391,15 +393,13 @@ class Worker(TracedWorker):
             platform.close()
 
 
-def _compile_kernels(
-    config: EngineConfig, platform: Platform, tp: TensorParallel, built: BuiltModel
-) -> KernelWarmUp | None:
+def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel) -> KernelWarmUp | None:
     """Starts kernel warm-up in a thread; None where the device has no kernels."""
     if not ops.has_kernels(platform.device):
         return None
     from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp  # with the kernels, which a CPU may not have
 
-    return KernelWarmUp(config, platform, tp, built.dtype, built.weights_bytes)
+    return KernelWarmUp(config, platform, tp)
 
 
 def _launcher_class(platform: Platform) -> type[StepLauncher]:

@@ -20,6 +20,7 @@ from ringcore.worker.memory import host_store as store_module
 from ringcore.worker.memory.cuda_memory import CudaLink
 from ringcore.worker.memory.host_store import HostStore
 from ringcore.worker.platforms.cpu import CpuPlatform
+from ringcore.worker.runner.loaded_model import BuiltModel
 from ringcore.worker.worker import Worker
 
 AWAY = {"weights": "offloaded", "kv_cache": "discarded"}
@@ -50,6 +51,9 @@ class _Kernels:
 
     def __init__(self, told: Callable[[], None]) -> None:
         self._told = told
+
+    def follow(self, built: BuiltModel) -> None:
+        pass
 
     def finish(self) -> float:
         self._told()

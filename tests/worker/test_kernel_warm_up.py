@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from triton import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
@@ -16,8 +20,11 @@ from test_precompile import run
 from ringcore import EngineConfig
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.distributed.parallel import SingleRank
+from ringcore.kernels import rms_norm, sampling
+from ringcore.kernels.precompile import Variant
 from ringcore.worker.platforms.cpu import CpuPlatform
-from ringcore.worker.start_up import kernel_warm_up
+from ringcore.worker.runner.loaded_model import BuiltModel
+from ringcore.worker.start_up import kernel_list, kernel_warm_up
 from ringcore.worker.start_up.kernel_warm_up import FewLayers, KernelWarmUp, has_room, set_up_libraries, warm_up_steps
 
 SCRIPT = """
@@ -207,7 +214,22 @@ class _FewBytes(CpuPlatform):
         return 1000
 
 
-def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog, monkeypatch):
+def warm_up(config: EngineConfig, platform: CpuPlatform | None = None) -> float:
+    platform = platform or CpuPlatform()
+    kernels = KernelWarmUp(config, platform, SingleRank())
+    kernels.follow(BuiltModel.of(config, platform, SingleRank()))
+    return kernels.finish()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Where lists are kept, by the first start of a process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_warm_up, "_NUMBERS", itertools.repeat(0))
+    return tmp_path / "ringcore" / "kernels"
+
+
+def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog, monkeypatch, cache):
     config = config_of(tiny_llama[0])
 
     def fail(*args, **options):
@@ -215,11 +237,12 @@ def test_what_goes_wrong_is_told_and_costs_nothing_but_time(tiny_llama, caplog, 
 
     monkeypatch.setattr(kernel_warm_up, "ModelRunner", fail)
     with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernel_warm_up"):
-        assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32", 0).finish() > 0
+        assert warm_up(config) > 0
         assert "compiled on their first launch" in caplog.text
         assert "in the runner" in caplog.text
+        assert not cache.exists()
         caplog.clear()
-        assert KernelWarmUp(config, _FewBytes(), SingleRank(), "float32", 0).finish() >= 0
+        assert warm_up(config, _FewBytes()) >= 0
     assert "no room" in caplog.text
     assert "in the runner" not in caplog.text
     few = FewLayers.of(config, SingleRank(), "float32")
@@ -232,11 +255,12 @@ def test_libraries_are_set_up_for_the_longest_prompts(tiny_llama, monkeypatch):
     monkeypatch.setattr(TorchSdpaBackend, "warm_up", lambda self, *numbers: told.append((self.num_heads, *numbers)))
     of_torch = {"attention_backend": TorchSdpaBackend.name}
     config = config_of(tiny_llama[0], max_model_len=100, max_num_batched_tokens=77, **of_torch)
-    set_up_libraries(FewLayers.of(config, SingleRank(), "float32"), CpuPlatform())
-    assert told == [(config.model.spec.num_heads, 77, 100, CpuPlatform().device)]
+    platform = CpuPlatform()
+    set_up_libraries(config, BuiltModel.of(config, platform, SingleRank()), platform)
+    assert told == [(config.model.spec.num_heads, 77, 100, platform.device)]
 
 
-def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch, caplog):
+def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch, caplog, cache):
     compiled = []
 
     def fail(*numbers):
@@ -245,7 +269,178 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
     monkeypatch.setattr(TorchSdpaBackend, "warm_up", fail)
     monkeypatch.setattr(kernel_warm_up, "intercept_steps", lambda *arguments: [])
     monkeypatch.setattr(kernel_warm_up, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
-    config = config_of(tiny_llama[0], attention_backend=TorchSdpaBackend.name)
-    assert KernelWarmUp(config, CpuPlatform(), SingleRank(), "float32", 0).finish() > 0
+    assert warm_up(config_of(tiny_llama[0], attention_backend=TorchSdpaBackend.name)) > 0
     assert compiled == [[]]
     assert "in the library" in caplog.text
+
+
+# As Triton makes them where it does not interpret.
+RMS_NORM, ROW = JITFunction(rms_norm._rms_norm_kernel.fn), JITFunction(sampling._row_kernel.fn)
+FOUND = [Variant(RMS_NORM, '{"n": 1}'), Variant(RMS_NORM, '{"n": 2}'), Variant(ROW, "{}")]
+
+
+class _Starts:
+    """Starts whose kernels are FOUND, and what each did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.compiled: list[Variant] = []
+        self.failures = 0
+        monkeypatch.setattr(kernel_warm_up, "intercept_steps", self._find)
+        monkeypatch.setattr(kernel_warm_up, "compile_variants", self._compile)
+
+    def _find(self, *arguments: Any) -> list[Variant]:
+        self.events.append("found")
+        return FOUND
+
+    def _compile(self, variants: list[Variant], *others: Any) -> float:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ArithmeticError("of Triton")
+        self.events.append("compiled")
+        self.compiled = [*variants]
+        return 0.0
+
+    def of(self, config: EngineConfig) -> list[str]:
+        self.events.clear()
+        warm_up(config)
+        assert self.compiled == FOUND
+        return [*self.events]
+
+
+@pytest.fixture
+def starts(monkeypatch) -> _Starts:
+    monkeypatch.setattr(JITFunction, "cache_key", property(lambda self: f"of {self.fn.__name__}"))
+    monkeypatch.setattr(rms_norm, "_rms_norm_kernel", RMS_NORM)
+    monkeypatch.setattr(sampling, "_row_kernel", ROW)
+    return _Starts(monkeypatch)
+
+
+COLD, WARM = ["found", "compiled"], ["compiled"]
+
+
+def test_a_later_start_finds_nothing_again(tiny_llama, starts, cache, caplog, monkeypatch):
+    config = config_of(tiny_llama[0])
+    assert starts.of(config) == COLD
+    monkeypatch.setattr(kernel_warm_up, "FewLayers", None)  # no second model
+    with caplog.at_level(logging.INFO, "ringcore.worker.start_up.kernel_warm_up"):
+        assert starts.of(config) == WARM
+    assert "3 kernels listed, loaded in" in caplog.text
+
+
+def test_listed_kernels_are_loaded_before_there_is_a_model(tiny_llama, starts, cache, caplog):
+    """Also where there will be none, which is told elsewhere."""
+    config = config_of(tiny_llama[0])
+    assert starts.of(config) == COLD
+    starts.events.clear()
+    assert KernelWarmUp(config, CpuPlatform(), SingleRank()).finish() > 0
+    assert starts.events == WARM
+    starts.events.clear()
+    assert KernelWarmUp(config_of(tiny_llama[0], max_num_seqs=3), CpuPlatform(), SingleRank()).finish() > 0
+    assert starts.events == []
+    assert not caplog.records
+
+
+def test_lists_are_of_a_configuration_and_of_the_sources(tiny_llama, starts, cache, tmp_path, monkeypatch):
+    config, other = config_of(tiny_llama[0]), config_of(tiny_llama[0], max_num_seqs=3)
+    assert [starts.of(one) for one in (config, other, config, other)] == [COLD, COLD, WARM, WARM]
+    (tmp_path / "sources").mkdir()
+    monkeypatch.setattr(kernel_list, "_PACKAGE", tmp_path / "sources")
+    assert [starts.of(config), starts.of(config)] == [COLD, WARM]
+    (tmp_path / "sources" / "new.py").write_text("pass")
+    assert [starts.of(config), starts.of(config)] == [COLD, WARM]
+
+
+def _other(name: str, value: object) -> Callable[[str], str]:
+    def change(text: str) -> str:
+        content = json.loads(text)
+        content["kernels"][1][name] = value
+        return json.dumps(content)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[1, 2]",
+        lambda text: json.dumps(json.loads(text) | {"kernels": []}),
+        lambda text: json.dumps(json.loads(text) | {"key": {}}),
+        _other("cache_key", "of other sources"),
+        _other("name", "_gone_kernel"),
+        _other("name", "rms_norm"),
+        _other("module", "ringcore.kernels.gone"),
+        _other("module", "this"),
+        _other("module", 1),
+        _other("specialization", "{"),
+        _other("specialization", None),
+    ],
+)
+def test_what_does_not_fit_is_found_and_written_again(tiny_llama, starts, cache, change):
+    config = config_of(tiny_llama[0])
+    assert starts.of(config) == COLD
+    (path,) = cache.glob("*.json")
+    path.write_text(change(path.read_text()))
+    assert [starts.of(config), starts.of(config)] == [COLD, WARM]
+    assert "this" not in sys.modules, "what is listed was imported"
+
+
+def test_a_list_that_cannot_be_loaded_is_dropped(tiny_llama, starts, cache, caplog):
+    """Some of its kernels may have been loaded, and would be missing in a list of those that are found now."""
+    config = config_of(tiny_llama[0])
+    assert starts.of(config) == COLD
+    starts.failures = 1
+    assert starts.of(config) == COLD
+    assert "cannot be loaded" in caplog.text
+    assert [starts.of(config), starts.of(config)] == [COLD, WARM]
+
+
+def test_kernels_that_do_not_compile_are_not_listed(tiny_llama, starts, cache):
+    config = config_of(tiny_llama[0])
+    starts.compiled, starts.failures = FOUND, 1
+    assert starts.of(config) == ["found"]
+    assert not cache.exists()
+
+
+def test_a_second_engine_of_a_process_lists_nothing(tiny_llama, starts, cache, monkeypatch):
+    """What the first one compiled is not found again."""
+    monkeypatch.setattr(kernel_warm_up, "_NUMBERS", itertools.count(1))
+    assert starts.of(config_of(tiny_llama[0])) == COLD
+    assert not cache.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tiny_llama, starts, cache, caplog):
+    cache.parent.mkdir()
+    cache.write_text("a file")
+    assert starts.of(config_of(tiny_llama[0])) == COLD
+    assert "not listed" in caplog.text
+
+
+LISTED_SCRIPT = """
+    import sys
+    import torch
+    import triton_for_sm90
+    from pathlib import Path
+    from ringcore.kernels.activation import silu_and_mul
+    from ringcore.kernels.precompile import compile_variants, intercept_launches
+    from ringcore.worker.start_up.kernel_list import KernelList
+
+    listed = KernelList(Path({folder!r}), {{"a": "key"}})
+    variants = listed.read()
+    if variants is None:
+        with intercept_launches() as intercepted:
+            silu_and_mul(torch.ones(1, 64))
+        listed.write([*intercepted.values()])
+    else:
+        compile_variants(variants, torch.device("cpu"), 1)
+        with intercept_launches() as intercepted:
+            silu_and_mul(torch.ones(1, 64))
+    print(len(intercepted))
+"""
+
+
+def test_what_is_listed_is_what_is_launched(tmp_path):
+    script = LISTED_SCRIPT.format(folder=str(tmp_path / "lists"))
+    assert [run(script, tmp_path / "cache").strip() for _ in range(2)] == ["1", "0"]

@@ -90,6 +90,9 @@ class BuiltModel:
         _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
         return cls(model, dtype, time.monotonic() - start, tiles)
 
+    def kv_cache_spec(self, cache: CacheConfig) -> dict[str, KVCacheSpec]:
+        return _kv_cache_spec(self.model, self.dtype, cache)
+
     @property
     def weights_bytes(self) -> int:
         head = self.model.draft_head

@@ -2,8 +2,9 @@
 
 The variants to compile are found by launch interception: dummy steps of a model of the same shapes but few layers, with
 uninitialized weights, run through the real runner while every launch is recorded instead of executed
-(`kernels.precompile`). Their results are meaningless and discarded. A kernel that this misses, or all kernels where it
-fails, is compiled on its first launch.
+(`kernels.precompile`). Their results are meaningless and discarded. What was found is listed (`kernel_list`), and a
+later start loads it while its model is built. A kernel that this misses, or all kernels where it fails, is compiled on
+its first launch.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from typing import Any, Self, cast
 
 import msgspec
@@ -39,8 +40,9 @@ from ringcore.worker.runner.device_launcher import DeviceLauncher
 from ringcore.worker.runner.graph_capture import graph_sizes
 from ringcore.worker.runner.kernel_tiles import searched_tiles
 from ringcore.worker.runner.kv_caches import choose_backends
-from ringcore.worker.runner.loaded_model import LoadedModel
+from ringcore.worker.runner.loaded_model import BuiltModel, LoadedModel
 from ringcore.worker.runner.model_runner import ModelRunner
+from ringcore.worker.start_up.kernel_list import KernelList
 from ringcore.worker.start_up.memory_budget import planned_cache
 
 __all__ = ["FewLayers", "KernelWarmUp", "has_room", "intercept_steps", "set_up_libraries", "warm_up_steps"]
@@ -48,24 +50,35 @@ __all__ = ["FewLayers", "KernelWarmUp", "has_room", "intercept_steps", "set_up_l
 _TIMEOUT_S = 120.0  # longer means that the thread hangs
 _PROMPTS = (2, 16, 100, 1000)  # tokens: kernels depend on the length; Triton specializes on multiples of 16
 _PREFIX = 16
+# Of the warm-ups of this process. Only the first one's list is whole: what is compiled already is not found again.
+_NUMBERS = count()
 _log = logging.getLogger(__name__)
 
 
 class KernelWarmUp:
-    """A thread that intercepts launches and compiles their kernels, started by the constructor."""
+    """A thread that compiles the kernels of a model's steps, started by the constructor.
 
-    def __init__(
-        self, config: EngineConfig, platform: Platform, tp: TensorParallel, dtype: str, weights_bytes: int
-    ) -> None:
-        """dtype: the model's compute dtype. weights_bytes: of the model, which are not allocated yet."""
-        self._arguments, self._weights_bytes = (config, platform, tp, dtype), weights_bytes
+    Kernels that an earlier start listed are loaded while the model is built. Where there is no list they are found once
+    it is built, and listed.
+    """
+
+    def __init__(self, config: EngineConfig, platform: Platform, tp: TensorParallel) -> None:
+        self._config, self._platform, self._tp = config, platform, tp
+        self._dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
+        self._is_first = next(_NUMBERS) == 0
         self._free_bytes = platform.free_memory_bytes()
+        self._built: Future[BuiltModel] = Future()
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="kernel warm-up", daemon=True)
         self._thread.start()
 
+    def follow(self, built: BuiltModel) -> None:
+        """Goes on with what needs the model, whose weights are not allocated yet."""
+        self._built.set_result(built)
+
     def finish(self) -> float:
-        """Waits for the thread; -> the seconds that it took."""
+        """Waits for the thread; -> the seconds that it took. Without a model only what is listed is loaded."""
+        self._built.cancel()
         self._thread.join(_TIMEOUT_S)
         if self._thread.is_alive():
             _log.warning("kernel warm-up exceeds %.0f s; kernels are compiled on their first launch", _TIMEOUT_S)
@@ -73,27 +86,62 @@ class KernelWarmUp:
 
     def _run(self) -> None:
         started = time.monotonic()
-        config, platform, tp, dtype = self._arguments
         try:
-            few = FewLayers.of(config, tp, dtype)
-            if not has_room(few, self._weights_bytes, self._free_bytes):
-                _log.info("no room for kernel warm-up beside the weights; kernels are compiled on their first launch")
-                return
             with ThreadPoolExecutor(1, "library set-up") as pool:
-                libraries = pool.submit(set_up_libraries, few, platform)
-                variants = intercept_steps(few, platform, tp)
-                gc.collect()  # reference cycles of the dummy runner hold device memory
-                found_s = time.monotonic() - started
-                num_threads = max(1, len(os.sched_getaffinity(0)) // tp.size)
-                first = tp.rank * len(variants) // tp.size
-                compiled_s = compile_variants(variants, platform.device, num_threads, first)
+                libraries = pool.submit(lambda: set_up_libraries(self._config, self._built.result(), self._platform))
+                listed = KernelList.of(self._config, self._tp, self._dtype, self._platform.device)
+                if not self._load(listed):
+                    built = self._built.result()
+                    started = time.monotonic()
+                    self._find(listed, built.weights_bytes)
                 libraries.result()
+        except CancelledError:
+            pass  # no model was built, for a reason that its caller is told
         except Exception:  # only costs time: a missing kernel is compiled on its first launch
             _log.warning("kernel warm-up failed; kernels are compiled on their first launch", exc_info=True)
-        else:
-            _log.info("%d kernels found in %.2f s, compiled in %.2f s", len(variants), found_s, compiled_s)
         finally:
             self._seconds = time.monotonic() - started
+
+    def _load(self, listed: KernelList) -> bool:
+        """Whether the kernels were listed, and are loaded."""
+        started = time.monotonic()
+        variants = listed.read()
+        if variants is None:
+            return False
+        try:
+            self._compile(variants)
+        except Exception:
+            _log.warning("the listed kernels cannot be loaded; those that are missing are found", exc_info=True)
+            self._is_first = False  # those that were loaded will not be found
+            self._write(listed, [])
+            return False
+        _log.info("%d kernels listed, loaded in %.2f s", len(variants), time.monotonic() - started)
+        return True
+
+    def _find(self, listed: KernelList, weights_bytes: int) -> None:
+        started = time.monotonic()
+        few = FewLayers.of(self._config, self._tp, self._dtype)
+        if not has_room(few, weights_bytes, self._free_bytes):
+            _log.info("no room for kernel warm-up beside the weights; kernels are compiled on their first launch")
+            return
+        variants = intercept_steps(few, self._platform, self._tp)
+        gc.collect()  # reference cycles of the dummy runner hold device memory
+        found_s = time.monotonic() - started
+        compiled_s = self._compile(variants)
+        _log.info("%d kernels found in %.2f s, compiled in %.2f s", len(variants), found_s, compiled_s)
+        if self._is_first:
+            self._write(listed, variants)
+
+    def _compile(self, variants: Sequence[Variant]) -> float:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self._tp.size)
+        first = self._tp.rank * len(variants) // self._tp.size
+        return compile_variants(variants, self._platform.device, num_threads, first)
+
+    def _write(self, listed: KernelList, variants: Sequence[Variant]) -> None:
+        try:
+            listed.write(variants)
+        except OSError as error:
+            _log.warning("the kernels are not listed, and the next start finds them again: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +180,14 @@ def has_room(few: FewLayers, weights_bytes: int, free_bytes: int) -> bool:
 
 
 @torch.inference_mode()
-def set_up_libraries(few: FewLayers, platform: Platform) -> None:
-    """One-time initialization of the attention libraries."""
+def set_up_libraries(config: EngineConfig, built: BuiltModel, platform: Platform) -> None:
+    """One-time initialization of cuBLAS and of the attention libraries."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
-    config = few.config
-    plan = planned_cache(config, few.loaded.kv_cache_spec(config.cache))
-    layers, is_invariant = few.model.attention_layers, config.model.deterministic
+    rows = torch.zeros(16, 16, dtype=TORCH_DTYPES[built.dtype], device=platform.device)
+    torch.nn.functional.linear(rows, rows)
+    plan = planned_cache(config, built.kv_cache_spec(config.cache))
+    layers, is_invariant = built.model.attention_layers, config.model.deterministic
     for backend in choose_backends(config.device.attention_backend, plan, layers, platform, is_invariant):
         backend.warm_up(config.scheduler.token_budget, config.model.context_len, platform.device)
 
