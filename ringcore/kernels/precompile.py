@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from triton import JITFunction, knobs
+from triton.runtime.cache import triton_key
 
 from ringcore.kernels.launcher_modules import copy_loaded_modules
 
-__all__ = ["NotLaunchedError", "Variant", "compile_variants", "intercept_launches"]
+__all__ = ["NotLaunchedError", "Variant", "compile_variants", "hash_compiler", "intercept_launches"]
 
 
 copy_loaded_modules()
@@ -80,6 +81,12 @@ def intercept_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
         yield intercepted
     finally:
         knobs.runtime.jit_cache_hook, JITFunction.run = None, launch
+
+
+def hash_compiler() -> None:
+    """Triton hashes itself, 400 MB of library, for the names of its files on disk: once a process, unless several
+    threads need it at once, which then do the same. The GIL is released meanwhile."""
+    triton_key()
 
 
 def compile_variants(variants: Sequence[Variant], device: torch.device, num_threads: int, first: int = 0) -> float:

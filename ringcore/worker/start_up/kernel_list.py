@@ -19,7 +19,6 @@ import torch
 import triton
 from triton import JITFunction
 
-import ringcore
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.host.cache_folder import TILES, our_cache_folder
@@ -30,8 +29,8 @@ from ringcore.kernels.precompile import Variant
 __all__ = ["KernelList"]
 
 _WHAT = "kernels"  # is what a record holds
-_PACKAGE = Path(ringcore.__file__).parent
-_KERNELS = f"{ringcore.__name__}.kernels."
+_PACKAGE = Path(__file__).parents[2]
+_KERNELS = "ringcore.kernels."
 
 
 class KernelList:

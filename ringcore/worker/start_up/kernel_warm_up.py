@@ -26,7 +26,7 @@ import torch
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.kernels.precompile import Variant, compile_variants, intercept_launches
+from ringcore.kernels.precompile import Variant, compile_variants, hash_compiler, intercept_launches
 from ringcore.model_executor.arithmetic import arithmetic_of
 from ringcore.model_executor.models import build_model, few_layers
 from ringcore.model_executor.models.base import CausalLM
@@ -68,6 +68,7 @@ class KernelWarmUp:
         self._is_first = next(_NUMBERS) == 0
         self._free_bytes = platform.free_memory_bytes()
         self._built: Future[BuiltModel] = Future()
+        self._hashed: Future[None] = Future()
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="kernel warm-up", daemon=True)
         self._thread.start()
@@ -87,7 +88,8 @@ class KernelWarmUp:
     def _run(self) -> None:
         started = time.monotonic()
         try:
-            with ThreadPoolExecutor(1, "library set-up") as pool:
+            with ThreadPoolExecutor(2, "kernel warm-up") as pool:
+                self._hashed = pool.submit(hash_compiler)
                 libraries = pool.submit(lambda: set_up_libraries(self._config, self._built.result(), self._platform))
                 listed = KernelList.of(self._config, self._tp, self._dtype, self._platform.device)
                 if not self._load(listed):
@@ -135,6 +137,7 @@ class KernelWarmUp:
     def _compile(self, variants: Sequence[Variant]) -> float:
         num_threads = max(1, len(os.sched_getaffinity(0)) // self._tp.size)
         first = self._tp.rank * len(variants) // self._tp.size
+        self._hashed.result()
         return compile_variants(variants, self._platform.device, num_threads, first)
 
     def _write(self, listed: KernelList, variants: Sequence[Variant]) -> None:
