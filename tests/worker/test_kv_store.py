@@ -221,6 +221,9 @@ def test_the_streams_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda.log.clear()
     assert link.is_done(link.load(places[:1], [1]))
     assert [line[2] for line in cuda.log if line[1] == "waits for"] == ["compute 13"]
+    for _ in range(3):
+        link.save([1], places[:1])
+    assert len(link._saving) == 1  # those that have ended are forgotten
     assert all(torch.equal(layer[1], was[1]) for layer, was in zip(pool, before, strict=True))
     link.finish()
     assert cuda.log[-2:] == [("out", "synchronized"), ("in", "synchronized")]

@@ -148,6 +148,7 @@ def test_what_cannot_be_captured_is_an_error_of_the_option(monkeypatch, raised: 
     from ringcore.worker.runner import graph_capture
 
     fake = FakeCuda()
+    fake.fails_at_the_end = True
     monkeypatch.setattr(torch, "cuda", fake)
 
     def run() -> None:
@@ -177,7 +178,7 @@ class FakeCuda:
     """Of torch.cuda what a capture needs. It has no other stream than torch's own for captures."""
 
     def __init__(self) -> None:
-        self.current, self.is_capturing = "main", False
+        self.current, self.is_capturing, self.fails_at_the_end = "main", False, False
         self.pools: list[Any] = []
         self.waits: list[tuple[str, str]] = []
         self.capture_stream = FakeStream(self, "side")
@@ -200,3 +201,5 @@ class FakeCuda:
 
     def __exit__(self, *error: object) -> None:
         self.current, self.is_capturing = "main", False
+        if self.fails_at_the_end:
+            raise RuntimeError("operation failed due to a previous error during capture")

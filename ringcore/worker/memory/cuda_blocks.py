@@ -84,10 +84,11 @@ class CudaBlockLink(BlockLink):
         self._host.unregister(memory)
 
     def save(self, block_ids: Sequence[int], places: Sequence[torch.Tensor]) -> Any:
+        self._forget_saved()
         with self._cuda.stream(self._out):
-            for chunk in self._chunks(block_ids, places):
-                staging = self._out_staging[: len(chunk.places)]
-                self.pages.gather(self._upload(chunk.block_ids), staging)
+            for chunk, ids in self._uploaded(block_ids, places):
+                staging = self._out_staging[: len(ids)]
+                self.pages.gather(ids, staging)
                 gathered = self._record(self._out)
                 for rows, run in chunk.runs():
                     run.copy_(staging[rows], non_blocking=True)
@@ -98,22 +99,34 @@ class CudaBlockLink(BlockLink):
 
     def load(self, places: Sequence[torch.Tensor], block_ids: Sequence[int]) -> Any:
         launched = self._record(self._cuda.current_stream(self._device))
-        self._saving = [one for one in self._saving if not one.copied.query()]
+        self._forget_saved()
         with self._cuda.stream(self._in):
-            for chunk in self._chunks(block_ids, places):
-                staging = self._in_staging[: len(chunk.places)]
+            for chunk, ids in self._uploaded(block_ids, places):
+                staging = self._in_staging[: len(ids)]
                 self._wait_for([one.copied for one in self._saving if not one.addresses.isdisjoint(chunk.addresses)])
                 for rows, run in chunk.runs():
                     staging[rows].copy_(run, non_blocking=True)
                 self._wait_for([one.gathered for one in self._saving if not one.block_ids.isdisjoint(chunk.block_ids)])
                 self._in.wait_event(launched)
-                self.pages.scatter(self._upload(chunk.block_ids), staging)
+                self.pages.scatter(ids, staging)
             return self._record(self._in)
+
+    def _forget_saved(self) -> None:
+        self._saving = [one for one in self._saving if not one.copied.query()]
 
     def _wait_for(self, events: list[Any]) -> None:
         """Of the stream `out`, where the last one ends last."""
         if events:
             self._in.wait_event(events[-1])
+
+    def _uploaded(
+        self, block_ids: Sequence[int], places: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[_Chunk, torch.Tensor]]:
+        """The chunks, and their ids on the device: of all at once, as a later upload would wait for the other stream's
+        copies of blocks."""
+        chunks = list(self._chunks(block_ids, places))
+        ids = upload(np.array([id_ for chunk in chunks for id_ in chunk.block_ids], np.int64), self._device)
+        return zip(chunks, torch.split(ids, len(self._out_staging)), strict=True)
 
     def _chunks(self, block_ids: Sequence[int], places: Sequence[torch.Tensor]) -> Iterator[_Chunk]:
         size = len(self._out_staging)
@@ -121,9 +134,6 @@ class CudaBlockLink(BlockLink):
         for at in range(0, len(by_block), size):
             addresses, ids, chunk = zip(*sorted(by_block[at : at + size], key=itemgetter(0)), strict=True)
             yield _Chunk(list(ids), list(chunk), list(addresses))
-
-    def _upload(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return upload(np.array(block_ids, np.int64), self._device)
 
     def _record(self, stream: Any) -> Any:
         event = self._cuda.Event()

@@ -51,15 +51,18 @@ def capture(
     try:
         with capture:
             result = run()
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:  # it ran just now: what it does cannot be captured
-        reason = f"{error}".strip().partition("\n")[0]
+        first = (
+            error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        )  # the capture's end fails too
+        if isinstance(first, torch.OutOfMemoryError):
+            raise first from None
+        reason = f"{first}".strip().partition("\n")[0]
         raise ConfigError(
             f"enforce_eager=False: this model cannot be captured in CUDA graphs ({reason}); give enforce_eager=True",
             option="enforce_eager",
             value=False,
-        ) from error
+        ) from first
     return graph, result
 
 

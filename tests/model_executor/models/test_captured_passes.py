@@ -42,12 +42,16 @@ def test_a_model_that_stays_on_its_device():
 
 
 @pytest.mark.parametrize("number", [1e-5, 3, True])
-def test_a_number_becomes_a_tensor_on_the_device_as_torch_would_make_it(number):
+def test_a_number_is_filled_on_the_device_as_torch_would_copy_it(number):
     with NewTensors(torch.device("meta")) as new:
-        made, half = torch.tensor(number), torch.tensor(number, dtype=torch.float16)
+        host, half = torch.tensor(number), torch.tensor(number, dtype=torch.float16, device="meta")
+        moved = [host.to("meta"), host.to(half), host.to(device="meta", dtype=torch.float64), host.to(torch.float64)]
     assert new.was_needed
-    assert (made.device.type, made.shape, made.dtype) == ("meta", (), torch.tensor(number).dtype)
+    assert host.device.type == "cpu"  # a model may ask for its value
     assert half.dtype == torch.float16
+    assert [(one.shape, one.device.type) for one in moved] == [((), "meta")] * 3 + [((), "cpu")]
+    dtype = torch.tensor(number).dtype
+    assert [one.dtype for one in moved] == [dtype, torch.float16, torch.float64, torch.float64]
 
 
 @pytest.mark.parametrize(

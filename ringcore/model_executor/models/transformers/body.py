@@ -36,13 +36,14 @@ class TokensBefore:
         return key, value
 
 
-# Not those that copy from the host, which a CUDA graph cannot hold; of `torch.tensor` only what has one number.
+# Not those that copy from the host, which a CUDA graph cannot hold.
 _NEW = frozenset({torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros})
 
 
 class NewTensors(TorchFunctionMode):
     """On this thread, new tensors are on `device` where the caller names none: the default is a CPU's. A tensor of one
-    number is filled there, since a copy from the host cannot be captured."""
+    number that the caller makes on a device, or moves there from the host, is filled there: a copy cannot be captured.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -53,11 +54,18 @@ class NewTensors(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_number = func is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float)
-        if is_number or (func in _NEW and kwargs.get("device") is None):
+        if func in _NEW and kwargs.get("device") is None:
             self.was_needed = True
-            kwargs = {"device": self._device, **{name: given for name, given in kwargs.items() if given is not None}}
-        return torch.full((), *args, **kwargs) if is_number else func(*args, **kwargs)
+            return func(*args, **kwargs | {"device": self._device})
+        if func is torch.tensor and isinstance(args[0], bool | int | float):
+            self.was_needed = True
+            if kwargs.get("device") is not None:
+                return torch.full((), *args, **kwargs)
+        if func is torch.Tensor.to and args[0].dim() == 0 and args[0].device.type == "cpu":
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)  # as `nn.Module.to` reads them
+            if device is not None and device.type != "cpu":
+                return torch.full((), args[0].item(), dtype=dtype or args[0].dtype, device=device)
+        return func(*args, **kwargs)
 
 
 class Body:
