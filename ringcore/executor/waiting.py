@@ -101,12 +101,6 @@ class Event:
             if self.fd >= 0:
                 signal_event(self.fd)
 
-    def drain(self) -> None:
-        """Takes the signal back. Check the condition after this."""
-        with self._lock:
-            if self.fd >= 0:
-                drain_event(self.fd)
-
     def close(self) -> None:
         """Wakes who waits, and closes the descriptor. Idempotent."""
         with self._lock:

@@ -171,18 +171,10 @@ class FarReader(_Stream, MessageReader):
         if not self._arrived:
             raise RingClosed
         body = self._arrived.popleft()
-        if not self._arrived:
-            self._drain()
         size = len(body)
         message = Message(lambda: self._release(size))
         message.parts = split(body)
         return message
-
-    def _drain(self) -> None:
-        """All was taken: the next wait sleeps at once. What came meanwhile, in another thread, is signalled again."""
-        self._event.drain()
-        if self._arrived or self._peer_closed or self._is_closed:
-            self._event.signal()
 
     def _release(self, size: int) -> None:
         position = self._window.release(size)

@@ -19,8 +19,9 @@ class BlockLink(ABC):
     """Copies between blocks and places, uint8 [block_bytes] of host memory each, beside the steps of the thread that
     calls it. All methods are called by that thread.
 
-    A save is ordered before the next step, and reads what the steps have written whose output the engine has. A load is
-    ordered after all saves, and after all steps launched so far; the steps after it do not wait for it.
+    A save is ordered before the next step, and reads what the steps have written whose output the engine has. A load
+    reads what all saves before it have written, overwrites nothing that they still read, and is ordered after all steps
+    launched so far; the steps after it do not wait for it.
     """
 
     wants_registered: ClassVar[bool]  # whether places have to be in registered memory

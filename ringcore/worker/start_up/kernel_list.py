@@ -5,7 +5,6 @@ A list is data: a kernel is looked up by its name in this package, and taken onl
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -65,8 +64,7 @@ def _device_facts(device: torch.device) -> dict[str, str]:
     """The GPU, and what compiles and launches the kernels."""
     is_cuda = device.type == "cuda"
     facts = {"device": torch.cuda.get_device_name(device) if is_cuda else str(device), "torch": torch.__version__}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        facts["transformers"] = importlib.metadata.version("transformers")
+    facts["transformers"] = importlib.metadata.version("transformers")
     capability = torch.cuda.get_device_capability(device) if is_cuda else ()
     return facts | {"triton": triton.__version__, "capability": str(capability)}
 
