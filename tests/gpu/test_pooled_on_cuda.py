@@ -26,9 +26,13 @@ def hidden_states(path: Path, prompt: list[int]) -> np.ndarray:
         return AutoModel.from_pretrained(path).eval()(torch.tensor([prompt])).last_hidden_state[0].numpy()
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return saved("qwen3", tmp_path_factory.mktemp("models")).path
+
+
 @pytest.mark.parametrize("max_num_batched_tokens", [16, 256])
-def test_pooled_prompts_are_the_hidden_states_of_transformers(tmp_path, max_num_batched_tokens):
-    path = saved("qwen3", tmp_path).path
+def test_pooled_prompts_are_the_hidden_states_of_transformers(path, max_num_batched_tokens):
     expected = [hidden_states(path, prompt) for prompt in PROMPTS]
     pooled = [SamplingParams(pooling=pooling, max_tokens=2) for pooling in ("last", "mean") for _ in PROMPTS]
     params = pooled + [SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)] * len(PROMPTS)
