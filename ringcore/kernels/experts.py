@@ -8,7 +8,8 @@
 
 All shapes are those of the tokens and of the layer, none depends on the routing, and the host reads nothing: so a CUDA
 graph of it serves every routing. Sums over experts have one order. Method: Gale et al., "MegaBlocks: efficient sparse
-training with mixture-of-experts", arXiv 2211.15841, without its padding to blocks.
+training with mixture-of-experts", arXiv 2211.15841, without its padding to blocks. One token takes no grouped products
+where weights are not quantized: see `experts_fma`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ringcore.kernels.experts_configs import (
     choose_grouped,
     max_items,
 )
+from ringcore.kernels.experts_fma import experts_of_one_token, takes_one_token
 from ringcore.kernels.experts_kernels import grouped_kernel, weighted_sum_kernel
 from ringcore.kernels.experts_sort import SortedPairs, sort_pairs
 from ringcore.kernels.packed_weight import PackedWeight
@@ -34,7 +36,7 @@ from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS
 from ringcore.kernels.weight_tiles import tile_arguments
 
-__all__ = ["GroupedProducts", "experts", "new_expert_counters"]
+__all__ = ["GroupedProducts", "experts", "new_expert_counters", "takes_norm"]
 
 _MIN_BLOCK_OUTPUTS = 16
 _MAX_BLOCK = 1024
@@ -56,6 +58,7 @@ def experts(
     counters: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
     config: DotConfig | None = None,
     choose: Callable[..., DotConfig] = choose_grouped,
 ) -> torch.Tensor:
@@ -65,18 +68,24 @@ def experts(
     activate: an `ExpertGate` is an epilogue; any other function is called for the product of all pairs, of which those
     of other ranks are undefined. normalise: likewise of the outputs of experts, before their weights.
     counters: see `new_expert_counters`, not shared with what may run at the same time; allocated if not given.
-    config: of both products; by default as `choose` says of each.
+    norm: prologue, of what `takes_norm`: gain [hidden_size] and eps; x may have any float dtype, and its norm is not
+    rounded before the product.
+    config: of both grouped products; by default as `choose` says of each, and one token by FMA where that is possible.
 
     Returns add_to [n, hidden_size], also float32, with the sum added in place; or out; or a new tensor of x's dtype.
     """
     assert out is None or add_to is None, "give add_to or out, not both"
     target = out if add_to is None else add_to
-    target = torch.empty_like(x) if target is None else target
+    if target is None:
+        target = torch.empty_like(x, dtype=matrices.up.dtype)
     if not len(x):
         return target
     assert target.shape == x.shape, (target.shape, x.shape)
     assert target.is_contiguous()
     routing = Routing(routing.experts.contiguous(), routing.weights.contiguous(), routing.pairs)
+    if config is None and isinstance(activate, ExpertGate) and takes_norm(len(x), matrices, activate, normalise):
+        return experts_of_one_token(x, routing, matrices, activate, target, adds=add_to is not None, norm=norm)
+    assert norm is None, "the norm is a prologue for one token by FMA"
     pairs = None
     if len(x) > MAX_PAIRED_TOKENS:
         pairs = routing.pairs or sort_pairs(routing.experts, len(matrices), matrices.first)
@@ -95,6 +104,13 @@ def experts(
     rows = grouped.product(inner, matrices.down, matrices.down_bias, dtype, reads_pairs=True)
     rows = rows if normalise is None else normalise(rows).contiguous()
     return _weighted_sum(rows, routing, matrices, target, adds=add_to is not None)
+
+
+def takes_norm(
+    num_tokens: int, matrices: ExpertMatrices, activate: Activate, normalise: Activate | None = None
+) -> bool:
+    """Whether `experts` has a norm as its prologue for so many tokens."""
+    return num_tokens == 1 and takes_one_token(matrices, activate, normalise)
 
 
 class _Sum:

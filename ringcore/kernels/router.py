@@ -15,8 +15,9 @@ from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 from ringcore.kernels.expert_matrices import RouterForm, Routing
 from ringcore.kernels.experts_configs import MAX_PAIRED_TOKENS
 from ringcore.kernels.experts_sort import SortedPairs
+from ringcore.kernels.router_fma import MAX_INPUTS, route_one_token
 
-__all__ = ["MAX_TOKENS", "new_router_counter", "route"]
+__all__ = ["MAX_TOKENS", "new_router_counter", "route", "takes_norm"]
 
 MAX_TOKENS = 64  # more take torch's operations: one program would choose for all of them
 _BLOCK_EXPERTS, _BLOCK_INPUTS, _MIN_ROWS = 16, 128, 16
@@ -157,6 +158,11 @@ def new_router_counter(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
+def takes_norm(num_tokens: int, weight: torch.Tensor) -> bool:
+    """Whether `route` has a norm as its prologue for so many tokens."""
+    return num_tokens == 1 and weight.shape[1] <= MAX_INPUTS
+
+
 def route(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -165,6 +171,7 @@ def route(
     counter: torch.Tensor,
     bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
 ) -> Routing:
     """As `route_reference` of `kernels.expert_matrices`; of equal scores that of the first expert.
 
@@ -172,11 +179,17 @@ def route(
     `MAX_TOKENS`. The experts are int32; the pairs of more than `MAX_PAIRED_TOKENS`, if they are few, are sorted.
 
     counter: see `new_router_counter`, not shared with what may run at the same time.
+    norm: prologue, of what `takes_norm`: gain [hidden_size] and eps; x may have any float dtype, and its norm is not
+    rounded before the product.
     """
     (num_tokens, num_inputs), num_experts, k = x.shape, len(weight), form.k
     assert num_tokens <= MAX_TOKENS, num_tokens
     assert x.is_contiguous(), "rows must be contiguous"
     assert weight.is_contiguous(), "the matrix must be contiguous"
+    if takes_norm(num_tokens, weight):
+        dtype, options = form.dtype or weight.dtype, {"bias": bias, "correction": correction, "norm": norm}
+        return route_one_token(x, weight, form, dtype, counter=counter, **options)
+    assert norm is None, "the norm is a prologue for one token"
     splits = min(8, max(1, num_inputs // _SPLIT_INPUTS))
     block_experts = triton.next_power_of_2(num_experts)
     partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Norm", "Residual"]
+__all__ = ["Norm", "NormedRows", "Residual"]
 
 
 class Norm(Protocol):
@@ -60,3 +60,29 @@ class Residual:
         """All rows before any deferred add, and its partials: the caller adds their sum to the rows, in place."""
         partials, self._partials = self._partials, None
         return self._rows, partials
+
+
+class NormedRows:
+    """The norm of a stream's rows, or rows as they are. A kernel that has the norm as its prologue reads the stream
+    instead; either is to be read before the stream changes."""
+
+    def __init__(self, hidden: Residual, norm: Norm | None = None) -> None:
+        self._hidden, self._norm = hidden, norm
+        self._computed: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self._hidden)
+
+    @property
+    def stream(self) -> tuple[torch.Tensor, tuple[torch.Tensor, float] | None]:
+        """The rows before the norm, and its gain and eps; after the norm, and None, where it has no gain."""
+        if self._norm is None or self._norm.gain is None:
+            return self.rows, None
+        return self._hidden.rows, (self._norm.gain, self._norm.eps)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[n, size], computed once."""
+        if self._computed is None:
+            self._computed = self._hidden.rows if self._norm is None else self._hidden.normed(self._norm)
+        return self._computed

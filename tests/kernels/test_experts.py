@@ -6,6 +6,7 @@ Tolerance: sums in float32 in another order, of numbers whose sums of squares ar
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from test_precompile import run
 from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, GptqFormat, InputFormat, Mxfp4Format
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
-from ringcore.kernels.experts import experts, new_expert_counters
+from ringcore.kernels.experts import experts, new_expert_counters, takes_norm
 from ringcore.kernels.experts_configs import choose_grouped, max_items
 from ringcore.kernels.experts_sort import sort_pairs, sort_pairs_reference
 from ringcore.kernels.skinny_tiles import DotConfig
@@ -124,6 +125,43 @@ def test_every_form(device, form, bias, transposed):
     case = Case(device, gated=form != "without a gate", bias=bias, transposed=transposed)
     for n in (2, 20):
         case.check(n, activate=FORMS[form])
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("k", [1, 3])
+def test_one_token_by_fma(device, k, kind):
+    Case(device, 5, 40, 24).check(1, k, kind=kind, config=None)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", [name for name, one in FORMS.items() if isinstance(one, ExpertGate)])
+def test_one_token_by_fma_in_every_form(device, form, bias):
+    Case(device, 4, 1056, 130, bias=bias).check(1, activate=FORMS[form], config=None)
+
+
+@pytest.mark.parametrize("hidden", [40, 1056])
+@pytest.mark.parametrize("first", [0, 3])
+def test_the_norm_is_a_prologue_for_one_token(device, first, hidden):
+    """Also on a rank that has none of its experts: it adds nothing."""
+    case = Case(device, 3, hidden, 24)
+    matrices = replace(case.matrices, first=first)
+    assert takes_norm(1, matrices, SILU)
+    x, gain, stream = 4 * case.randn(1, hidden), case.randn(hidden), case.randn(1, hidden)
+    routing = Routing(torch.tensor([[2, 0]], device=device), torch.tensor([[0.7, 0.2]], device=device))
+    exact = experts_reference(torch.nn.functional.rms_norm(x, (hidden,), gain, 1e-3), routing, matrices, SILU)
+    expected = stream + exact
+    assert experts(x, routing, matrices, SILU, norm=(gain, 1e-3), add_to=stream) is stream
+    torch.testing.assert_close(stream, expected, atol=2e-5, rtol=1e-4)
+    assert exact.any() == (first == 0)
+
+
+def test_what_takes_no_norm(device):
+    matrices = Case(device).matrices
+    assert not takes_norm(2, matrices, SILU)
+    assert not takes_norm(1, matrices, FORMS["of the model"])
+    assert not takes_norm(1, matrices, SILU, lambda rows: rows)
+    assert not takes_norm(1, Case(device, transposed=True).matrices, SILU)
+    assert not takes_norm(1, PackedCase(device).matrices, GPT_OSS)
 
 
 @pytest.mark.parametrize("n", [2, 20])
@@ -388,12 +426,17 @@ def test_they_compile_for_sm90(tmp_path):
             for n in (1, 64):
                 form = RouterForm(8, True)
                 route(empty(n, 2048), empty(128, 2048), form, counter=torch.zeros(1, dtype=torch.int32))
+            plain = ExpertMatrices(*(DenseExperts(empty(*shape)) for shape in ((32, 1024, 512), (32, 512, 512))))
+            routing = Routing(torch.zeros(1, 4, dtype=torch.int32), empty(1, 4))
+            norm = empty(512), 1e-6
+            experts(torch.empty(1, 512), routing, plain, gates[1], norm=norm, add_to=torch.empty(1, 512))
         for (kernel, _), variant in found.items():
             text = kernel.preload(variant.specialization).asm["ptx"]
             print(kernel.__name__, "wgmma" in text, ".local" in text)
     """
     kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 12, "weighted_sum_kernel False False": 2}
-    kernels["_router_kernel False False"] = 2
+    kernels |= {f"{name} False False": 1 for name in ("_router_kernel", "router_row_kernel")}
+    kernels |= {f"expert_{name}_kernel False False": 1 for name in ("gate", "down")}
     assert Counter(run(script, tmp_path).splitlines()) == kernels
 
 

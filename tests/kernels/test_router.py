@@ -7,7 +7,7 @@ import torch
 
 from ringcore.kernels.expert_matrices import RouterForm, route_reference
 from ringcore.kernels.experts_sort import sort_pairs_reference
-from ringcore.kernels.router import MAX_TOKENS, new_router_counter, route
+from ringcore.kernels.router import MAX_TOKENS, new_router_counter, route, takes_norm
 
 pytestmark = pytest.mark.sampled
 
@@ -38,6 +38,30 @@ def test_the_same_experts_and_weights(device, n, num_experts, k, normalises):
     check(randn(device, n, 72), randn(device, num_experts, 72, seed=1), k, normalises)
 
 
+@pytest.mark.parametrize("num_inputs", [72, 1100])
+def test_the_norm_is_a_prologue_for_one_token(device, num_inputs):
+    x, weight, gain = 3 * randn(device, 1, num_inputs), randn(device, 40, num_inputs, seed=1), randn(device, num_inputs)
+    assert takes_norm(1, weight)
+    assert not takes_norm(2, weight)
+    counter, form = new_router_counter(device), RouterForm(5, True)
+    found = route(x, weight, form, counter=counter, norm=(gain, 1e-3))
+    exact = route_reference(torch.nn.functional.rms_norm(x, (num_inputs,), gain, 1e-3), weight, form)
+    assert torch.equal(found.experts.long(), exact.experts)
+    torch.testing.assert_close(found.weights, exact.weights, atol=1e-5, rtol=1e-5)
+    assert not counter.any(), "the next launch finds it so"
+
+
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+def test_one_token_that_is_not_finite_has_experts(device, is_sigmoid):
+    """Each of them once, within the layer: their weights are no numbers."""
+    weight = randn(device, 40, 72)
+    form = RouterForm(4, True, is_sigmoid=is_sigmoid)
+    x = torch.full((1, 72), float("nan"), device=device)
+    found = route(x, weight, form, counter=new_router_counter(device))
+    assert found.experts.tolist() == [[0, 1, 2, 3]]
+    assert found.weights.isnan().all()
+
+
 @pytest.mark.parametrize("num_inputs", [1024, 1100])
 def test_partials_of_several_programs_are_added(device, num_inputs):
     check(randn(device, MAX_TOKENS, num_inputs) / 32, randn(device, 24, num_inputs, seed=1), 4)
@@ -47,9 +71,10 @@ def test_of_equal_probabilities_the_first_experts(device):
     """Also of those whose probability is 0."""
     weight = torch.zeros(8, 16, device=device)
     weight[5] = 100
-    found = route(torch.ones(2, 16, device=device), weight, RouterForm(4), counter=new_router_counter(device))
-    assert found.experts.tolist() == [[5, 0, 1, 2]] * 2
-    assert found.weights.tolist() == [[1, 0, 0, 0]] * 2
+    for n in (1, 2):
+        found = route(torch.ones(n, 16, device=device), weight, RouterForm(4), counter=new_router_counter(device))
+        assert found.experts.tolist() == [[5, 0, 1, 2]] * n
+        assert found.weights.tolist() == [[1, 0, 0, 0]] * n
 
 
 def test_sixteen_bits(device):
@@ -69,15 +94,17 @@ def test_tokens_are_chosen_for_whatever_the_others_are(device):
     assert torch.equal(torch.cat([one.experts for one in alone]), whole.experts[::13])
 
 
-def test_a_bias(device):
-    check(randn(device, 9, 72), randn(device, 40, 72, seed=1), 3, bias=randn(device, 40, seed=2))
+@pytest.mark.parametrize("n", [1, 9])
+def test_a_bias(device, n):
+    check(randn(device, n, 72), randn(device, 40, 72, seed=1), 3, bias=randn(device, 40, seed=2))
 
 
+@pytest.mark.parametrize("n", [1, 9])
 @pytest.mark.parametrize("is_corrected", [False, True])
 @pytest.mark.parametrize("normalises", [False, True])
-def test_sigmoids(device, normalises, is_corrected):
+def test_sigmoids(device, n, normalises, is_corrected):
     """A correction moves the choice alone, also where it is negative: by as much as the scores."""
-    x, weight = randn(device, 9, 72) / 8, randn(device, 40, 72, seed=1)
+    x, weight = randn(device, n, 72) / 8, randn(device, 40, 72, seed=1)
     correction = randn(device, 40, seed=3) - 3 if is_corrected else None
     found = check(x, weight, 6, normalises, is_sigmoid=True, scale=2.5, correction=correction)
     if is_corrected:

@@ -19,6 +19,7 @@ from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
 from ringcore.model_executor.layers.searched_experts import SearchedExperts
 from ringcore.model_executor.linear_schemes.searched_scheme import SearchedTiles
+from ringcore.model_executor.residual import NormedRows
 
 __all__ = ["BoundExperts"]
 
@@ -38,66 +39,70 @@ class BoundExperts:
         is whole on one rank. slots: of whole experts, bound. tiles: what a search found, on a GPU."""
         self.matrices, self._activate, self._normalise, self._tp = matrices, activate, normalise, tp
         self._slots = slots
+        self._hidden_size, self._dtype = matrices.down.shape[1], matrices.up.dtype
         self._has_kernels = ops.has_kernels(matrices.up.device)
         if self._has_kernels:
             from ringcore.kernels import experts, experts_configs
 
             self._experts: Callable[..., torch.Tensor] = experts.experts
+            self._takes_norm = experts.takes_norm
             if tiles is not None:
                 self._experts = SearchedExperts(experts.experts, experts_configs.choose_grouped, tiles)
             self._counters = experts.new_expert_counters(matrices)
 
-    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x: [n, hidden_size] -> the weighted sum over the experts of each token, of x's shape and dtype, equal on
-        every rank."""
+    def __call__(self, x: NormedRows, routing: Routing) -> torch.Tensor:
+        """x: [n, hidden_size] -> the weighted sum over the experts of each token, of x's shape and the matrices' dtype,
+        equal on every rank."""
         if self._tp.size > 1:
-            routing, ranks = self._placed(x, routing)
+            routing, ranks = self._placed(len(x), routing)
             if ranks is None:
-                return self._tp.all_reduce(self._partial(x, routing)).to(x.dtype)
-            out = torch.empty_like(x)
-            self._tp.combine(self._partial(x, routing), ranks, out, x.dtype, adds=False)
+                return self._tp.all_reduce(self._partial(x, routing)).to(self._dtype)
+            out = self._empty(len(x), self._dtype)
+            self._tp.combine(self._partial(x, routing), ranks, out, self._dtype, adds=False)
             return out
         if self._has_kernels:
-            return self._by_kernels(x, routing, torch.empty_like(x))
-        return self._grouped(x, routing).to(x.dtype)
+            return self._by_kernels(x, routing, out=self._empty(len(x), self._dtype))
+        return self._grouped(x, routing).to(self._dtype)
 
-    def add_to(self, rows: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
+    def add_to(self, rows: torch.Tensor, x: NormedRows, routing: Routing) -> None:
         """rows [n, hidden_size] += self(x, routing), rounded once; where it is combined, also before it is added."""
         if self._tp.size > 1:
-            routing, ranks = self._placed(x, routing)
+            routing, ranks = self._placed(len(x), routing)
             if ranks is None:
                 self._tp.all_reduce_add(self._partial(x, routing), rows)
             else:
-                self._tp.combine(self._partial(x, routing), ranks, rows, x.dtype, adds=True)
+                self._tp.combine(self._partial(x, routing), ranks, rows, self._dtype, adds=True)
         elif self._has_kernels:
-            self._experts(
-                x, routing, self.matrices, self._activate, self._normalise, counters=self._counters, add_to=rows
-            )
+            self._by_kernels(x, routing, add_to=rows)
         else:
             rows.add_(self._grouped(x, routing))
 
-    def _placed(self, x: torch.Tensor, routing: Routing) -> tuple[Routing, torch.Tensor | None]:
+    def _empty(self, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_tokens, self._hidden_size, dtype=dtype, device=self.matrices.down.device)
+
+    def _placed(self, num_tokens: int, routing: Routing) -> tuple[Routing, torch.Tensor | None]:
         """The slots of the pairs; and where the sum is to be a combine, which ranks have some of each token: see
         `TensorParallel.combine`."""
         if self._slots is None:
             return routing, None
         routing = replace(routing, pairs=None)  # these are of all experts
-        combines = self._tp.combines(len(x), x.shape[1], routing.k, x.dtype)
+        combines = self._tp.combines(num_tokens, self._hidden_size, routing.k, self._dtype)
         if not combines and not self._slots.is_balanced:  # the slots are the experts
             return routing, None
         placed = self._slots.placed(routing.experts)
         return replace(routing, experts=placed.slots), placed.ranks if combines else None
 
-    def _partial(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def _partial(self, x: NormedRows, routing: Routing) -> torch.Tensor:
         """What this rank's share adds, in float32."""
         if self._has_kernels:
-            return self._by_kernels(x, routing, torch.empty(x.shape, dtype=torch.float32, device=x.device))
+            return self._by_kernels(x, routing, out=self._empty(len(x), torch.float32))
         return self._grouped(x, routing)
 
-    def _by_kernels(self, x: torch.Tensor, routing: Routing, out: torch.Tensor) -> torch.Tensor:
-        return self._experts(
-            x, routing, self.matrices, self._activate, self._normalise, counters=self._counters, out=out
-        )
+    def _by_kernels(self, x: NormedRows, routing: Routing, **target: torch.Tensor) -> torch.Tensor:
+        """target: `out` or `add_to`."""
+        layer = self.matrices, self._activate, self._normalise
+        rows, norm = x.stream if self._takes_norm(len(x), *layer) else (x.rows, None)
+        return self._experts(rows, routing, *layer, counters=self._counters, norm=norm, **target)
 
-    def _grouped(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return grouped_experts(x, routing, self.matrices, self._activate, self._normalise)
+    def _grouped(self, x: NormedRows, routing: Routing) -> torch.Tensor:
+        return grouped_experts(x.rows, routing, self.matrices, self._activate, self._normalise)

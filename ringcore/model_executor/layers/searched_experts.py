@@ -41,10 +41,11 @@ class SearchedExperts:
         counters: torch.Tensor,
         out: torch.Tensor | None = None,
         add_to: torch.Tensor | None = None,
+        norm: tuple[torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         choose = partial(self._choose, matrices)
         given = (matrices, activate, normalise), {"counters": counters, "choose": choose}
-        made = self._experts(x, routing, *given[0], **given[1], out=out, add_to=add_to)
+        made = self._experts(x, routing, *given[0], **given[1], out=out, add_to=add_to, norm=norm)
         if self._tiles.recording is not None:
             kept = _Call(self._experts, *given, Like.of(x), Like.of(made), add_to is not None, Like.of(routing.experts))
             self._tiles.recording.made(len(x), _active_bytes(matrices, len(x) * routing.k), kept.again)

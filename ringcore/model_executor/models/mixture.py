@@ -27,7 +27,7 @@ from ringcore.model_executor.layers.norm import AnyNorm
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 from ringcore.model_executor.models.decoder_layer import LayerInputs, Sublayer
-from ringcore.model_executor.residual import Residual
+from ringcore.model_executor.residual import NormedRows, Residual
 from ringcore.model_executor.weight import Tensors, Uniform, Weight, WeightedLayer, WeightPart
 
 __all__ = ["Experts", "Mixture", "Router"]
@@ -61,14 +61,15 @@ class Router(WeightedLayer):
         if ops.has_kernels(self._weight.device):
             from ringcore.kernels import router
 
-            self._route, self._max_routed = router.route, router.MAX_TOKENS
+            self._route, self._max_routed, self._takes_norm = router.route, router.MAX_TOKENS, router.takes_norm
             self._counter = router.new_router_counter(self._weight.device)
 
-    def __call__(self, x: torch.Tensor) -> Routing:
+    def __call__(self, x: NormedRows) -> Routing:
         """x: [n, hidden_size]."""
-        if len(x) <= self._max_routed:
-            return self._route(x, self._weight, self._form, counter=self._counter)
-        return self._route_any(x, self._weight)
+        if len(x) > self._max_routed:
+            return self._route_any(x.rows, self._weight)
+        rows, norm = x.stream if self._takes_norm(len(x), self._weight) else (x.rows, None)
+        return self._route(rows, self._weight, self._form, counter=self._counter, norm=norm)
 
 
 class Experts(WeightedLayer):
@@ -171,12 +172,12 @@ class Experts(WeightedLayer):
         self._matrices.up.refresh()
         self._matrices.down.refresh()
 
-    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def __call__(self, x: NormedRows, routing: Routing) -> torch.Tensor:
         """x: [n, hidden_size] -> the weighted sum over the experts of each token: [n, hidden_size], equal on every
         rank."""
         return self._bound(x, routing)
 
-    def add_to(self, rows: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
+    def add_to(self, rows: torch.Tensor, x: NormedRows, routing: Routing) -> None:
         """rows [n, hidden_size] += self(x, routing)."""
         self._bound.add_to(rows, x, routing)
 
@@ -189,9 +190,9 @@ class Mixture(Sublayer):
         return [self.router, self.experts]
 
     def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        x = hidden.normed(norm)
+        x = NormedRows(hidden, norm)
         return self.experts(x, self.router(x))
 
     def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        x = hidden.normed(norm)
+        x = NormedRows(hidden, norm)
         self.experts.add_to(stream.rows, x, self.router(x))

@@ -38,6 +38,7 @@ from ringcore.model_executor.models.transformers.expert_shares import (
 )
 from ringcore.model_executor.models.transformers.packed_experts import in_blocks_of_file
 from ringcore.model_executor.models.transformers.refusal import Refused
+from ringcore.model_executor.residual import NormedRows, Residual
 from ringcore.model_executor.weight import CHECKPOINT_DTYPES, Weight
 
 __all__ = ["EXPERTS", "Experts"]
@@ -53,7 +54,7 @@ def _experts(
 ) -> torch.Tensor:
     bound: BoundExperts = module.ringcore
     rows = hidden_states.to(bound.matrices.up.dtype).contiguous()
-    return bound(rows, Routing(top_k_index, top_k_weights)).to(hidden_states.dtype)
+    return bound(NormedRows(Residual(rows)), Routing(top_k_index, top_k_weights)).to(hidden_states.dtype)
 
 
 ExpertsInterface.register(EXPERTS, _experts)

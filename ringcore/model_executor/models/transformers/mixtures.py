@@ -19,7 +19,7 @@ from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.models.transformers.expert_forms import is_experts
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedMLP
 from ringcore.model_executor.models.transformers.routers import FusedRouter
-from ringcore.model_executor.residual import Residual
+from ringcore.model_executor.residual import NormedRows, Residual
 
 __all__ = ["Mixtures"]
 
@@ -33,13 +33,16 @@ class BoundMixture:
     def takes(self, num_tokens: int) -> bool:
         return num_tokens <= self._router.max_tokens
 
-    def add_to(self, stream: Residual, x: torch.Tensor) -> None:
+    def add_to(self, stream: Residual, x: NormedRows) -> None:
         """stream [n, hidden_size] += the mixture of x [n, hidden_size]."""
+        of_shared = None if self._shared is None else x.rows  # before the stream changes
         self._experts.add_to(stream.rows, x, self._router.routing(x))
+        if of_shared is None:
+            return
         if isinstance(self._shared, FusedMLP):
-            self._shared.add_to(stream, x)
-        elif self._shared is not None:
-            stream.rows.add_(self._shared(x[None])[0])
+            self._shared.add_to(stream, of_shared)
+        else:
+            stream.rows.add_(self._shared(of_shared[None])[0])
 
 
 class Mixtures:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ringcore.kernels.expert_matrices import RouterForm, Routing, route_reference
 from ringcore.model_executor import ops
+from ringcore.model_executor.residual import NormedRows, Residual
 
 __all__ = ["FusedRouter", "Routers"]
 
@@ -66,7 +67,7 @@ class FusedRouter:
         from ringcore.kernels import router
 
         self._module, self._form, self._own = module, form, module.forward
-        self._route, self.max_tokens = router.route, router.MAX_TOKENS
+        self._route, self.max_tokens, self._takes_norm = router.route, router.MAX_TOKENS, router.takes_norm
         self._counter = router.new_router_counter(module.weight.device)
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
@@ -76,7 +77,7 @@ class FusedRouter:
         if len(rows) > self.max_tokens or rows.dtype != self.dtype:
             own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._own(hidden_states)
             return own
-        routing = self.routing(rows.contiguous())
+        routing = self.routing(NormedRows(Residual(rows.contiguous())))
         return None, routing.weights, routing.experts
 
     @property
@@ -85,11 +86,13 @@ class FusedRouter:
         weight: torch.Tensor = self._module.weight
         return weight.dtype
 
-    def routing(self, rows: torch.Tensor) -> Routing:
-        """rows: [n, hidden_size] of `dtype`, n at most `max_tokens`."""
-        bias, correction = _vectors(self._module)
-        counter, weight = self._counter, self._module.weight
-        return self._route(rows, weight, self._form, counter=counter, bias=bias, correction=correction)
+    def routing(self, x: NormedRows) -> Routing:
+        """x: [n, hidden_size] of `dtype`, n at most `max_tokens`."""
+        weight, vectors = self._module.weight, _vectors(self._module)
+        rows, norm = x.stream if self._takes_norm(len(x), weight) else (x.rows, None)
+        return self._route(
+            rows, weight, self._form, counter=self._counter, bias=vectors[0], correction=vectors[1], norm=norm
+        )
 
 
 def _may_be_router(module: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ringcore.model_executor.layers.norm import AnyNorm
 from ringcore.model_executor.models.decoder_layer import LayerInputs, Sublayer
-from ringcore.model_executor.residual import Residual
+from ringcore.model_executor.residual import NormedRows, Residual
 from ringcore.model_executor.weight import WeightedLayer
 
 __all__ = ["Argument", "Arguments", "ModuleInputs", "ModuleSublayer"]
@@ -67,7 +67,7 @@ class ModuleSublayer(Sublayer):
         """By the `BoundMixture` of a module that has one."""
         mixture = vars(self._module).get("ringcore")
         if mixture is not None and mixture.takes(len(hidden)):
-            mixture.add_to(stream, hidden.normed(norm))
+            mixture.add_to(stream, NormedRows(hidden, norm))
         else:
             super().add_to(stream, norm, hidden, inputs)
 
