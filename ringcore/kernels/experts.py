@@ -74,14 +74,9 @@ def experts(
 
     Returns add_to [n, hidden_size], also float32, with the sum added in place; or out; or a new tensor of x's dtype.
     """
-    assert out is None or add_to is None, "give add_to or out, not both"
-    target = out if add_to is None else add_to
-    if target is None:
-        target = torch.empty_like(x, dtype=matrices.up.dtype)
+    target = _target(x, matrices, out, add_to)
     if not len(x):
         return target
-    assert target.shape == x.shape, (target.shape, x.shape)
-    assert target.is_contiguous()
     routing = Routing(routing.experts.contiguous(), routing.weights.contiguous(), routing.pairs)
     if config is None and isinstance(activate, ExpertGate) and takes_norm(len(x), matrices, activate, normalise):
         return experts_of_one_token(x, routing, matrices, activate, target, adds=add_to is not None, norm=norm)
@@ -104,6 +99,18 @@ def experts(
     rows = grouped.product(inner, matrices.down, matrices.down_bias, dtype, reads_pairs=True)
     rows = rows if normalise is None else normalise(rows).contiguous()
     return _weighted_sum(rows, routing, matrices, target, adds=add_to is not None)
+
+
+def _target(
+    x: torch.Tensor, matrices: ExpertMatrices, out: torch.Tensor | None, add_to: torch.Tensor | None
+) -> torch.Tensor:
+    assert out is None or add_to is None, "give add_to or out, not both"
+    target = out if add_to is None else add_to
+    if target is None:
+        return torch.empty_like(x, dtype=matrices.up.dtype)
+    assert target.shape == x.shape, (target.shape, x.shape)
+    assert target.is_contiguous()
+    return target
 
 
 def takes_norm(

@@ -196,28 +196,40 @@ def experts_of_one_token(
     """As `ringcore.kernels.experts.experts` of one token and matrices that `takes_one_token`: out [1, hidden_size], or
     what it has with the sum added.
 
-    norm: gain [hidden_size] and eps. x: [1, hidden_size] of the matrices' dtype; with a norm of any float dtype, and not
-    rounded after it.
+    x: [1, hidden_size] of the matrices' dtype. norm: gain [hidden_size] and eps; x is then of any float dtype, and not
+    rounded after the norm.
     """
-    up, down = matrices.up.stored, matrices.down.stored
-    assert isinstance(up, torch.Tensor), "quantized experts are for the grouped products"
-    assert isinstance(down, torch.Tensor), "quantized experts are for the grouped products"
-    (num_experts, hidden_size, size), k, pdl = down.shape, routing.k, supports_pdl(x.device)
+    hidden_size = matrices.down.shape[1]
     assert x.shape == out.shape == (1, hidden_size), (x.shape, out.shape, hidden_size)
-    assert norm is not None or x.dtype == up.dtype, (x.dtype, up.dtype)
-    for tensor in (x, up, down, routing.experts, routing.weights, out):
+    assert norm is not None or x.dtype == matrices.up.dtype, (x.dtype, matrices.up.dtype)
+    for tensor in (x, matrices.up.stored, matrices.down.stored, routing.experts, routing.weights, out):
+        assert isinstance(tensor, torch.Tensor), "quantized experts are for the grouped products"
         assert tensor.is_contiguous(), "tensors must be contiguous"
-    rows = torch.empty(k, size, dtype=up.dtype, device=x.device)
+    rows = _gated(x, routing, matrices, gate, norm)
+    _add_down(rows, routing, matrices, out, adds)
+    return out
+
+
+def _gated(
+    x: torch.Tensor,
+    routing: Routing,
+    matrices: ExpertMatrices,
+    gate: ExpertGate,
+    norm: tuple[torch.Tensor, float] | None,
+) -> torch.Tensor:
+    """[k, size]"""
+    up, bias, pdl = matrices.up.stored, matrices.up_bias, supports_pdl(x.device)
+    num_experts, num_weights, num_inputs = matrices.up.shape
+    rows = torch.empty(routing.k, num_weights // 2, dtype=matrices.up.dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
-    expert_gate_kernel[(size, k)](
-        *(x, gain, up, up if matrices.up_bias is None else matrices.up_bias, routing.experts, rows),
-        *(matrices.first, eps),
+    expert_gate_kernel[(num_weights // 2, routing.k)](
+        *(x, gain, up, up if bias is None else bias, routing.experts, rows, matrices.first, eps),
         num_experts=num_experts,
-        num_outputs=size,
-        num_inputs=hidden_size,
-        block_inputs=min(_GATE_INPUTS, triton.next_power_of_2(hidden_size)),
+        num_outputs=num_weights // 2,
+        num_inputs=num_inputs,
+        block_inputs=min(_GATE_INPUTS, triton.next_power_of_2(num_inputs)),
         has_norm=norm is not None,
-        has_bias=matrices.up_bias is not None,
+        has_bias=bias is not None,
         is_gelu=gate.is_gelu,
         alpha=gate.alpha,
         limit=gate.limit,
@@ -227,20 +239,24 @@ def experts_of_one_token(
         num_warps=_NUM_WARPS,
         **launch_options(pdl),
     )
-    block_k = triton.next_power_of_2(k)
-    expert_down_kernel[(hidden_size,)](
-        *(rows, down, down if matrices.down_bias is None else matrices.down_bias, routing.experts, routing.weights),
-        *(out, matrices.first),
-        k=k,
+    return rows
+
+
+def _add_down(rows: torch.Tensor, routing: Routing, matrices: ExpertMatrices, out: torch.Tensor, adds: bool) -> None:
+    down, bias, pdl = matrices.down.stored, matrices.down_bias, supports_pdl(rows.device)
+    num_experts, num_outputs, num_inputs = matrices.down.shape
+    block_k = triton.next_power_of_2(routing.k)
+    expert_down_kernel[(num_outputs,)](
+        *(rows, down, down if bias is None else bias, routing.experts, routing.weights, out, matrices.first),
+        k=routing.k,
         block_k=block_k,
         num_experts=num_experts,
-        num_outputs=hidden_size,
-        num_inputs=size,
-        block_inputs=min(max(1, _DOWN_NUMBERS // block_k), triton.next_power_of_2(size)),
-        has_bias=matrices.down_bias is not None,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        block_inputs=min(max(1, _DOWN_NUMBERS // block_k), triton.next_power_of_2(num_inputs)),
+        has_bias=bias is not None,
         adds=adds,
         pdl=pdl,
         num_warps=_NUM_WARPS,
         **launch_options(pdl),
     )
-    return out

@@ -182,14 +182,25 @@ def route(
     norm: prologue, of what `takes_norm`: gain [hidden_size] and eps; x may have any float dtype, and its norm is not
     rounded before the product.
     """
-    (num_tokens, num_inputs), num_experts, k = x.shape, len(weight), form.k
-    assert num_tokens <= MAX_TOKENS, num_tokens
+    assert len(x) <= MAX_TOKENS, len(x)
     assert x.is_contiguous(), "rows must be contiguous"
     assert weight.is_contiguous(), "the matrix must be contiguous"
-    if takes_norm(num_tokens, weight):
-        dtype, options = form.dtype or weight.dtype, {"bias": bias, "correction": correction, "norm": norm}
-        return route_one_token(x, weight, form, dtype, counter=counter, **options)
+    if takes_norm(len(x), weight):
+        dtype = form.dtype or weight.dtype
+        return route_one_token(x, weight, form, dtype, counter=counter, bias=bias, correction=correction, norm=norm)
     assert norm is None, "the norm is a prologue for one token"
+    return _route_few(x, weight, form, counter, bias, correction)
+
+
+def _route_few(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    form: RouterForm,
+    counter: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction: torch.Tensor | None,
+) -> Routing:
+    (num_tokens, num_inputs), num_experts, k = x.shape, len(weight), form.k
     splits = min(8, max(1, num_inputs // _SPLIT_INPUTS))
     block_experts = triton.next_power_of_2(num_experts)
     partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)

@@ -15,6 +15,7 @@ from quantized_checkpoints import store
 from test_precompile import run
 
 from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, GptqFormat, InputFormat, Mxfp4Format
+from ringcore.kernels import experts_fma
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.experts import experts, new_expert_counters, takes_norm
@@ -135,15 +136,19 @@ def test_one_token_by_fma(device, k, kind):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", [name for name, one in FORMS.items() if isinstance(one, ExpertGate)])
-def test_one_token_by_fma_in_every_form(device, form, bias):
-    Case(device, 4, 1056, 130, bias=bias).check(1, activate=FORMS[form], config=None)
+def test_one_token_by_fma_in_every_form(device, monkeypatch, form, bias):
+    """Of several blocks of inputs, of which the last one is not whole."""
+    monkeypatch.setattr(experts_fma, "_GATE_INPUTS", 16)
+    monkeypatch.setattr(experts_fma, "_DOWN_NUMBERS", 32)
+    Case(device, 4, 40, 24, bias=bias).check(1, activate=FORMS[form], config=None)
 
 
-@pytest.mark.parametrize("hidden", [40, 1056])
+@pytest.mark.parametrize("block_inputs", [16, 64])
 @pytest.mark.parametrize("first", [0, 3])
-def test_the_norm_is_a_prologue_for_one_token(device, first, hidden):
+def test_the_norm_is_a_prologue_for_one_token(device, monkeypatch, first, block_inputs):
     """Also on a rank that has none of its experts: it adds nothing."""
-    case = Case(device, 3, hidden, 24)
+    monkeypatch.setattr(experts_fma, "_GATE_INPUTS", block_inputs)
+    case, hidden = Case(device, 3, 40, 24), 40
     matrices = replace(case.matrices, first=first)
     assert takes_norm(1, matrices, SILU)
     x, gain, stream = 4 * case.randn(1, hidden), case.randn(hidden), case.randn(1, hidden)
@@ -155,7 +160,7 @@ def test_the_norm_is_a_prologue_for_one_token(device, first, hidden):
     assert exact.any() == (first == 0)
 
 
-def test_what_takes_no_norm(device):
+def test_what_takes_no_norm(device, has_kernels):
     matrices = Case(device).matrices
     assert not takes_norm(2, matrices, SILU)
     assert not takes_norm(1, matrices, FORMS["of the model"])

@@ -35,14 +35,13 @@ class BoundMixture:
 
     def add_to(self, stream: Residual, x: NormedRows) -> None:
         """stream [n, hidden_size] += the mixture of x [n, hidden_size]."""
-        of_shared = None if self._shared is None else x.rows  # before the stream changes
+        if self._shared is not None:  # it reads them after the stream has changed
+            x = NormedRows(Residual(x.rows))
         self._experts.add_to(stream.rows, x, self._router.routing(x))
-        if of_shared is None:
-            return
         if isinstance(self._shared, FusedMLP):
-            self._shared.add_to(stream, of_shared)
-        else:
-            stream.rows.add_(self._shared(of_shared[None])[0])
+            self._shared.add_to(stream, x.rows)
+        elif self._shared is not None:
+            stream.rows.add_(self._shared(x.rows[None])[0])
 
 
 class Mixtures:
