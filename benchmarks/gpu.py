@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.gpu_ceilings import Ceilings
 from benchmarks.gpu_floors import decode_floor, offline_floor, prefill_ceiling, shared_floor
@@ -84,6 +86,11 @@ class Gpu(Benchmark):
         parser.add_argument("--batches", help="decode these batches alone, e.g. 1,32 (default: as fits the model)")
         parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each stage (default: 1)")
         parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each engine (default: 1)")
+        parser.add_argument(
+            "--one-by-one",
+            action="store_true",
+            help="load one engine at a time: of models too large for two",
+        )
         add_option_argument(parser)
         Deadline.add_arguments(parser)
 
@@ -131,7 +138,8 @@ class _Session:
         ranks, self._num_stages = plan.options.tensor_parallel_size, plan.options.pipeline_parallel_size
         self._size: int = ranks * self._num_stages
         with_option = plan.options.with_option
-        self._specs = gpu_specs(plan, "gpu", ranks, num_stages=self._num_stages, with_option=with_option)
+        together = not plan.options.one_by_one
+        self._specs = gpu_specs(plan, "gpu", ranks, together, num_stages=self._num_stages, with_option=with_option)
         self._engines: dict[str, dict[str, Any]] = {}
         self._measurements: list[Measurement] = []
         self._failures: list[Check] = []
@@ -142,6 +150,18 @@ class _Session:
         plan = replace(self._plan, specs=self._specs, model=model.write(folder))
         number = bytes_a_number(self._plan.options.dtype)
         cases = make_cases(model, self._shown(model), parts, self._ceilings, self._size, number)
+        if not plan.options.one_by_one:
+            self._measure_fleet(plan, model, cases)
+            return
+        for spec in self._specs:
+            try:
+                self._measure_fleet(replace(plan, specs=[spec]), model, cases)
+            except BenchmarkError as error:
+                if spec is self._specs[0]:
+                    raise
+                self._fail(spec.name, model.name, error.message)
+
+    def _measure_fleet(self, plan: Plan, model: PublishedModel, cases: Sequence[Case]) -> None:
         with ExitStack() as stack:
             fleet = stack.enter_context(Fleet(plan, may_lose_peers=True, settle_s=SETTLE_S))
             self._engines |= fleet.facts
@@ -197,11 +217,20 @@ class _Session:
         if not self._measurements:
             raise BenchmarkError("nothing was measured: no model has the parts asked for, or all engines failed")
         return Findings(
-            measurements=self._measurements,
+            measurements=_joined(self._measurements),
             engines={name: self._engines[name] for name in names},
-            conditions=_conditions(self._plan.options.dtype, self._specs),
+            conditions=_conditions(self._plan.options, self._specs),
             checks=self._failures,
         )
+
+
+def _joined(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Those of one name, of engines loaded one at a time, as one."""
+    found: dict[str, Measurement] = {}
+    for one in measurements:
+        before = found.get(one.name, one)
+        found[one.name] = msgspec.structs.replace(before, samples=before.samples | one.samples)
+    return [*found.values()]
 
 
 def make_cases(
@@ -255,17 +284,22 @@ def _shared_arguments(round_: int) -> dict[str, Any]:
     return {"num_requests": SHARED_REQUESTS if round_ else SHARED_REQUESTS // WARM_UP_SHARE, "turn": round_}
 
 
-def _conditions(dtype: str, specs: Sequence[EngineSpec]) -> list[str]:
+def _conditions(options: argparse.Namespace, specs: Sequence[EngineSpec]) -> list[str]:
     share = specs[0].settings["memory_share"]
+    loaded = (
+        "loaded alone, one after the other: their rounds do not alternate"
+        if options.one_by_one
+        else "all are loaded at once, and all but the one whose turn it is are stopped, the first time "
+        f"{SETTLE_S:.0f} s after it was loaded"
+    )
     return [
-        f"Models of the published shapes with random weights in {dtype}; tokens in, tokens out, past any end of text; "
-        f"max_model_len {MAX_MODEL_LEN:,}, {share:.0%} of the device's memory for each engine, all else its default.",
+        f"Models of the published shapes with random weights in {options.dtype}; tokens in, tokens out, past any end of "
+        f"text; max_model_len {MAX_MODEL_LEN:,}, {share:.0%} of the device's memory for each engine, all else its default.",
         "A step: greedy, prompts cached, (t(n tokens) - t(1 token)) / (n - 1) by the wall clock around the call. "
         "Offline: nano-vllm's benchmark, prompts and completions of 100 to 1,024 tokens, temperature 0.6. Prefill: one "
         "token each. Shared: greedy, all at once, 20 to 300 tokens of their own after the shared ones, 8 to 128 new. "
         "Before offline batches, prefill and shared the prefix cache is emptied.",
         "The limits count with the rates at which a kernel that only reads, and a product of 8192 x 8192 matrices that "
         "is repeated until the clocks settle, ran in the same run.",
-        "Every engine is a process of its own; all are loaded at once, and all but the one whose turn it is are "
-        f"stopped, the first time {SETTLE_S:.0f} s after it was loaded. The uncounted round is a short one.",
+        f"Every engine is a process of its own; {loaded}. The uncounted round is a short one.",
     ]

@@ -30,7 +30,7 @@ from benchmarks.models import MODELS, find_published
 from benchmarks.peers.gpu_loops import EngineChild, offline_lengths, offline_workload, shared_lengths, shared_workload
 from benchmarks.peers.gpu_ringcore import engine_options
 from benchmarks.peers.profile_ringcore import spans
-from benchmarks.result import Findings
+from benchmarks.result import FAILED, Findings
 
 MACHINE = Ceilings(read_bytes_per_s=4.69e12, gemm_flops_per_s=687e12)
 
@@ -274,6 +274,18 @@ def test_a_peer_that_fails_leaves_the_others_alone(fake: str, fault: str, failed
     assert len(rows) == 9
     assert all(one["ringcore"] for one in rows.values())
     assert [name for name, one in rows.items() if "vllm" in one] == (list(rows)[:2] if fault == "3" else [])
+
+
+def test_engines_are_loaded_one_at_a_time(fake: str) -> None:
+    findings = run(Gpu, specs_of(fake, "", ""), *CPU, "--what", "decode", "--one-by-one")
+    assert {frozenset(one.samples) for one in findings.measurements} == {frozenset(("ringcore", "vllm"))}
+    assert any("their rounds do not alternate" in condition for condition in findings.conditions)
+
+
+def test_of_engines_one_at_a_time_a_peer_that_cannot_be_loaded_is_told(fake: str) -> None:
+    findings = run(Gpu, specs_of(fake, "", "load"), *CPU, "--what", "decode", "--one-by-one")
+    assert {frozenset(one.samples) for one in findings.measurements} == {frozenset(("ringcore",))}
+    assert [check.name for check in findings.checks] == [f"vllm{FAILED}tiny"]
 
 
 def test_an_engine_alone_has_the_whole_device(fake: str) -> None:
