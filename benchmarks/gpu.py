@@ -293,8 +293,9 @@ def _conditions(options: argparse.Namespace, specs: Sequence[EngineSpec]) -> lis
         f"{SETTLE_S:.0f} s after it was loaded"
     )
     return [
-        f"Models of the published shapes with random weights in {options.dtype}; tokens in, tokens out, past any end of "
-        f"text; max_model_len {MAX_MODEL_LEN:,}, {share:.0%} of the device's memory for each engine, all else its default.",
+        f"Models of the published shapes with random weights in {options.dtype}; tokens in, tokens out, past any end "
+        f"of text; max_model_len {MAX_MODEL_LEN:,}, {share:.0%} of the device's memory for each engine, all else its "
+        "default.",
         "A step: greedy, prompts cached, (t(n tokens) - t(1 token)) / (n - 1) by the wall clock around the call. "
         "Offline: nano-vllm's benchmark, prompts and completions of 100 to 1,024 tokens, temperature 0.6. Prefill: one "
         "token each. Shared: greedy, all at once, 20 to 300 tokens of their own after the shared ones, 8 to 128 new. "
