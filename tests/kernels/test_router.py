@@ -23,7 +23,7 @@ def check(x, weight, k, normalises=True, bias=None, correction=None, **form):
         sorted_pairs = sort_pairs_reference(exact.experts, len(weight))
         assert torch.equal(found.pairs.order, sorted_pairs.order)
         assert torch.equal(found.pairs.offsets, sorted_pairs.offsets)
-    assert (found.pairs is not None) == (len(x) > 4 and len(x) * k <= 256)
+    assert (found.pairs is not None) == (len(x) > 4 and len(x) * k <= 128)
     return found
 
 
