@@ -8,7 +8,14 @@ import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
-__all__ = ["activated", "gelu_tanh_and_mul", "gelu_tanh_and_mul_reference", "silu_and_mul", "silu_and_mul_reference"]
+__all__ = [
+    "activated",
+    "gated",
+    "gelu_tanh_and_mul",
+    "gelu_tanh_and_mul_reference",
+    "silu_and_mul",
+    "silu_and_mul_reference",
+]
 
 _MAX_BLOCK = 1024
 _ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load of 16-bit elements
@@ -23,6 +30,19 @@ def activated(gate, is_gelu: tl.constexpr):
     else:
         inner = gate
     return gate / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
+def gated(gate, up, is_gelu: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr):
+    """As `expert_matrices.ExpertGate`, of float32 numbers."""
+    if limit is not None:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    if is_gelu:
+        product = activated(gate, True)
+    else:
+        product = gate / (1.0 + tl.exp(-alpha * gate))
+    return product * (up + offset)
 
 
 @triton.jit

@@ -11,25 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.activation import activated
+from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertMatrices, Routing
+from ringcore.kernels.reductions import add2, add3
 
 __all__ = ["experts_of_one_token", "takes_one_token"]
 
 _NUM_WARPS = 4
 _GATE_INPUTS = _DOWN_NUMBERS = 1024  # that are loaded together, 8 by a thread
 _MAX_DOWN_NUMBERS = 1 << 15  # of an output, over all experts of a token: what registers hold
-
-
-@triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
@@ -94,24 +85,18 @@ def expert_gate_kernel(
             y += w.to(tl.float32) * v
             z += u.to(tl.float32) * v
         if has_norm:
-            gate, up, total = tl.reduce((y, z, squares), 1, _add3)
+            gate, up, total = tl.reduce((y, z, squares), 1, add3)
             scale = tl.rsqrt(total / num_inputs + eps)
             gate, up = gate * scale, up * scale
         else:
-            gate, up = tl.reduce((y, z), 1, _add2)
+            gate, up = tl.reduce((y, z), 1, add2)
         if has_bias:
             biases = bias + expert * (2 * num_outputs) + gate_row
             gate += tl.load(biases).to(tl.float32)
             up += tl.load(biases + to_up).to(tl.float32)
-        if limit is not None:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-        if is_gelu:
-            product = activated(gate, True)
-        else:
-            product = gate / (1.0 + tl.exp(-alpha * gate))
+        product = gated(gate, up, is_gelu, alpha, limit, offset)
         target = rows + tl.program_id(1) * num_outputs + tl.program_id(0) + tl.arange(0, 1)
-        tl.store(target, (product * (up + offset)).to(rows.dtype.element_ty))
+        tl.store(target, product.to(rows.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ringcore.kernels.activation import activated
+from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.weight_tiles import packed_dot
@@ -48,14 +48,7 @@ def _gated(
     else:
         halves = tl.permute(tl.reshape(total, [2, block_outputs, block_rows]), (1, 2, 0))
     gate, up = tl.split(halves)
-    if limit is not None:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-    if is_gelu:
-        product = activated(gate, True)
-    else:
-        product = gate / (1.0 + tl.exp(-alpha * gate))
-    return product * (up + offset)
+    return gated(gate, up, is_gelu, alpha, limit, offset)
 
 
 @triton.jit

@@ -14,7 +14,6 @@ Shape = tuple[int, int, int, int]  # num_experts, k, num_weights (of gate and up
 # Of a shape: by the largest number of tokens, and for all from the one before it on.
 MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
     (128, 8, 1536, 2048): {
-        1: DotConfig(128, 64, 8, 4, 1, block_rows=16),
         8: DotConfig(64, 128, 4, 5, 1, block_rows=16),
         32: DotConfig(64, 128, 4, 5, 1, block_rows=16),
         64: DotConfig(64, 128, 4, 5, 1, block_rows=16),
@@ -22,7 +21,6 @@ MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
         1024: DotConfig(256, 64, 8, 3, 1, block_rows=128),
     },
     (128, 8, 2048, 768): {
-        1: DotConfig(64, 128, 4, 4, 1, block_rows=16),
         8: DotConfig(128, 128, 8, 3, 1, block_rows=16),
         32: DotConfig(128, 128, 4, 3, 1, block_rows=16),
         64: DotConfig(128, 128, 8, 3, 1, block_rows=16),
@@ -30,7 +28,6 @@ MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
         1024: DotConfig(128, 64, 8, 4, 1, block_rows=64),
     },
     (64, 6, 2816, 2048): {
-        1: DotConfig(128, 64, 8, 4, 1, block_rows=16),
         8: DotConfig(128, 128, 8, 3, 1, block_rows=16),
         32: DotConfig(64, 128, 4, 5, 1, block_rows=16),
         64: DotConfig(64, 128, 4, 5, 1, block_rows=16),
@@ -38,7 +35,6 @@ MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
         1024: DotConfig(128, 64, 4, 4, 1, block_rows=128),
     },
     (64, 6, 2048, 1408): {
-        1: DotConfig(64, 128, 4, 3, 1, block_rows=16),
         8: DotConfig(128, 64, 4, 4, 1, block_rows=16),
         32: DotConfig(128, 128, 8, 3, 1, block_rows=16),
         64: DotConfig(128, 128, 8, 3, 1, block_rows=16),

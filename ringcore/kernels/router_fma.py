@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import RouterForm, Routing
+from ringcore.kernels.reductions import add2
 
 __all__ = ["MAX_INPUTS", "route_one_token"]
 
@@ -21,11 +22,6 @@ _LANES = tl.constexpr(32)  # logits of a tile
 _CHOSEN = tl.constexpr(-(1 << 31))  # the key of an expert that is not chosen again, less than that of any number
 _NO_NUMBER = tl.constexpr(-(1 << 31) + 1)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
 
 
 @triton.jit
@@ -174,7 +170,7 @@ def router_row_kernel(
     v = tl.load(x + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
     if has_norm:
         squares = tl.broadcast_to(v * v, [block_tile, block_inputs])
-        sums, total = tl.reduce((w * v, squares), 1, _add2)
+        sums, total = tl.reduce((w * v, squares), 1, add2)
         sums *= tl.rsqrt(total / num_inputs + eps)
     else:
         sums = tl.sum(w * v, 1)

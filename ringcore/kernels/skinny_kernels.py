@@ -14,6 +14,7 @@ from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
+from ringcore.kernels.reductions import add2, add3
 from ringcore.kernels.scaled_dot import scaled_dot
 from ringcore.kernels.weight_groups import entries_of_row, has_quads
 from ringcore.kernels.weight_tiles import packed_dot
@@ -36,16 +37,6 @@ def _load(pointers, in_bounds, is_whole: tl.constexpr):
     else:
         found = tl.load(pointers, mask=in_bounds, other=0.0)
     return found
-
-
-@triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit(do_not_specialize=["num_outputs"])
@@ -125,14 +116,14 @@ def fma_kernel(
     if has_norm:
         squares = tl.broadcast_to(squares, [block_rows, block_outputs, block_inputs])
         if is_gated:
-            y, z, total = tl.reduce((y, z, squares), 2, _add3)
+            y, z, total = tl.reduce((y, z, squares), 2, add3)
             scale = tl.rsqrt(total / num_inputs + eps)
             y, z = y * scale, z * scale
         else:
-            y, total = tl.reduce((y, squares), 2, _add2)
+            y, total = tl.reduce((y, squares), 2, add2)
             y = y * tl.rsqrt(total / num_inputs + eps)
     elif is_gated:
-        y, z = tl.reduce((y, z), 2, _add2)
+        y, z = tl.reduce((y, z), 2, add2)
     else:
         y = tl.sum(y, 2)
     if has_bias:
