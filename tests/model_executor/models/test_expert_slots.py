@@ -23,6 +23,7 @@ from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
+from ringcore.model_executor.residual import NormedRows, Residual
 from ringcore.model_executor.weight import Arrangement
 from ringcore.model_executor.weight_update import WeightUpdate
 from ringcore.protocol.expert_placement import ExpertPlacement
@@ -125,7 +126,7 @@ def test_forced_routings(routing, redundant):
         if redundant is not None:
             counted = Counter(experts.flatten().tolist())
             assert slots.take_counts() == [counted[expert] for expert in range(num_experts)]
-        return bound(x, Routing(experts, weights))
+        return bound(NormedRows(Residual(x)), Routing(experts, weights))
 
     first, second = on_all_ranks(2, run)
     torch.testing.assert_close(first, expected, atol=1e-5, rtol=1e-5)
