@@ -120,13 +120,13 @@ def test_forced_routings(routing, redundant):
         matrices = ExpertMatrices(DenseExperts(up[own]), DenseExperts(down[own]), first=slots.first)
         slots.bind(CPU, [], lambda: None)
         bound = BoundExperts(matrices, ExpertGate(), tp, slots=slots)
-        rows = torch.ones(9, 32)
-        bound.add_to(rows, x, Routing(experts, weights))
+        rows, given = torch.ones(9, 32), NormedRows(Residual(x))
+        bound.add_to(rows, given, Routing(experts, weights))
         torch.testing.assert_close(rows - 1, expected, atol=1e-5, rtol=1e-5)
         if redundant is not None:
             counted = Counter(experts.flatten().tolist())
             assert slots.take_counts() == [counted[expert] for expert in range(num_experts)]
-        return bound(NormedRows(Residual(x)), Routing(experts, weights))
+        return bound(given, Routing(experts, weights))
 
     first, second = on_all_ranks(2, run)
     torch.testing.assert_close(first, expected, atol=1e-5, rtol=1e-5)
