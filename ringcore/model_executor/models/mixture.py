@@ -195,4 +195,5 @@ class Mixture(Sublayer):
 
     def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
         x = NormedRows(hidden, norm)
-        self.experts.add_to(stream.rows, x, self.router(x))
+        routing = self.router(x)  # its norm takes a deferred add, which reading the stream first would launch by itself
+        self.experts.add_to(stream.rows, x, routing)

@@ -3,6 +3,7 @@ that seldom occur."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
 from ringcore.model_executor.loader import load_weights, pending_weights
 from ringcore.model_executor.models import build_model
+from ringcore.model_executor.models.mixture import Mixture
 from ringcore.model_executor.models.transformers.construction import build_on_meta
 from ringcore.model_executor.models.transformers.expert_forms import form_of, is_experts
+from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight_update import WeightUpdate
 
 pytestmark = pytest.mark.sampled
@@ -274,3 +277,19 @@ def test_on_a_cpu_the_product_is_that_of_the_reference(sizes, transposed, first)
         routing = Routing(chosen, torch.rand(7, 2, generator=generator))
         expected = experts_reference(x, routing, matrices, SILU)
         torch.testing.assert_close(grouped_experts(x, routing, matrices, SILU), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_deferred_add_is_left_to_the_norm():
+    """Reading the stream first would be a launch of its own in each layer."""
+    stream, seen = Residual(torch.zeros(2, 4)), []
+    stream.defer_add(torch.ones(1, 2, 4))
+
+    def norm(x, partials=None):
+        seen.append(partials is not None)
+        return x.add_(partials.sum(0))
+
+    experts = SimpleNamespace(add_to=lambda rows, x, routing: rows.add_(routing))
+    norm.gain = None
+    Mixture(lambda x: 2 * x.rows, experts).add_to(stream, norm, stream, None)
+    assert seen == [True]
+    assert torch.equal(stream.rows, torch.full((2, 4), 3.0))

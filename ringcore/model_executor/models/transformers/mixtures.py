@@ -37,7 +37,8 @@ class BoundMixture:
         """stream [n, hidden_size] += the mixture of x [n, hidden_size]."""
         if self._shared is not None:  # it reads them after the stream has changed
             x = NormedRows(Residual(x.rows))
-        self._experts.add_to(stream.rows, x, self._router.routing(x))
+        routing = self._router.routing(x)  # first, so that its norm takes a deferred add
+        self._experts.add_to(stream.rows, x, routing)
         if isinstance(self._shared, FusedMLP):
             self._shared.add_to(stream, x.rows)
         elif self._shared is not None:
