@@ -60,6 +60,7 @@ PARTS = {
     "Qwen3-0.6B": ("decode 1", "decode 32", "decode 256", "offline", "shared"),
     "Qwen3-4B": (*_COMMON_PARTS, "shared"),
     "Qwen3-8B": ("decode 1", "decode 32", "decode 256", "prefill", "offline"),
+    "Qwen3-30B-A3B": ("decode 1", "decode 8", "decode 32", "decode 256", "prefill", "offline"),
 }
 
 

@@ -20,6 +20,7 @@ from benchmarks.models import PublishedModel, find_published
 from benchmarks.result import Check, Findings, Limit, Measurement
 from ringcore.kernels.experts_configs import grouped_tiles
 from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels.skinny_times import DENSE_NUMBERS, FP8_NUMBERS
 
 __all__ = ["ExpertsCase", "GpuExperts", "tiles"]
 
@@ -37,6 +38,7 @@ class ExpertsCase(msgspec.Struct, frozen=True):
     num_weights: int
     num_inputs: int
     is_gated: bool
+    is_fp8: bool = False  # weights and rows, in blocks of 128
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -71,7 +73,8 @@ class GpuExperts(Benchmark):
             facts, *_ = [driver.call("load", TIMEOUT_S, **place) for driver in drivers]
             for case in cases:
                 if deadline.allows(case.shown):
-                    rate = ceilings.read_bytes_per_s / bytes_a_number(options.dtype)
+                    number_bytes = 1 if case.is_fp8 else bytes_a_number(options.dtype)
+                    rate = ceilings.read_bytes_per_s / number_bytes
                     measurement, best[case] = _measured(drivers, case, rate)
                     measurements.append(measurement)
         if options.table is not None:
@@ -96,15 +99,17 @@ def cases_of(model: PublishedModel, counts: list[int]) -> Iterator[ExpertsCase]:
     if not num_experts:
         raise BenchmarkError(f"--models {model.name}: it has no experts", name=model.name)
     k, hidden, size = c["num_experts_per_tok"], c["hidden_size"], c["moe_intermediate_size"]
+    is_fp8 = c.get("quantization_config", {}).get("quant_method") == "fp8"
     for n in counts:
         shown = f"{model.name}, {n:,} tokens"
-        yield ExpertsCase(f"{shown}, gate and up", n, num_experts, k, 2 * size, hidden, True)
-        yield ExpertsCase(f"{shown}, down", n, num_experts, k, hidden, size, False)
+        yield ExpertsCase(f"{shown}, gate and up", n, num_experts, k, 2 * size, hidden, True, is_fp8)
+        yield ExpertsCase(f"{shown}, down", n, num_experts, k, hidden, size, False, is_fp8)
 
 
 def tiles(case: ExpertsCase) -> list[DotConfig]:
     """All that are tried."""
-    return grouped_tiles(case.num_experts, case.num_inputs, case.num_tokens, case.k)
+    numbers = FP8_NUMBERS if case.is_fp8 else DENSE_NUMBERS
+    return grouped_tiles(case.num_experts, case.num_inputs, case.num_tokens, case.k, numbers)
 
 
 def _child(stack: ExitStack) -> Driver:

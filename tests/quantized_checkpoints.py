@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 GROUP = 32
-BLOCK = [32, 16]  # outputs, inputs
+BLOCK = (32, 16)  # outputs, inputs
 FP8 = torch.float8_e4m3fn
 
 
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
 def config_of(kind: str) -> dict[str, Any]:
     """The `quantization_config`."""
     if kind == "fp8 block":
-        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
+        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
     if kind == "awq":
         return {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
     if kind.startswith("gptq"):
@@ -82,15 +82,15 @@ def is_quantized(kind: str, matrix: str) -> bool:
     return matrix.endswith("_proj") and not (compressed and matrix.endswith("layers.1.mlp.down_proj"))
 
 
-def store(kind: str, weight: torch.Tensor, seed: int = 0) -> Stored:
+def store(kind: str, weight: torch.Tensor, seed: int = 0, block: tuple[int, int] = BLOCK) -> Stored:
     """weight: [out, in] float32."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "fp8 block":
-        rows, columns = (-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
-        padded = F.pad(weight, (0, columns * BLOCK[1] - weight.shape[1], 0, rows * BLOCK[0] - weight.shape[0]))
-        blocks = padded.view(rows, BLOCK[0], columns, BLOCK[1])
+        rows, columns = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
+        padded = F.pad(weight, (0, columns * block[1] - weight.shape[1], 0, rows * block[0] - weight.shape[0]))
+        blocks = padded.view(rows, block[0], columns, block[1])
         scales = blocks.abs().amax((1, 3)) / 448
-        whole = scales.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+        whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         whole = whole[: weight.shape[0], : weight.shape[1]]
         codes = (weight / whole.clamp(min=1e-9)).to(FP8)
         return Stored({"weight": codes, "weight_scale_inv": scales}, codes.float() * whole)

@@ -6,7 +6,7 @@ is compared with the product of another one before it is timed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.errors import TritonError
@@ -15,8 +15,12 @@ from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
 from ringcore.kernels.device_timer import timer
 
+if TYPE_CHECKING:
+    from ringcore.kernels.expert_matrices import ExpertWeight
+
 PACKAGES = ("ringcore", "torch", "triton")
 LAYERS = 3
+FP8_BLOCK = 128
 TOLERANCE = 1e-2  # of the norm
 
 
@@ -70,7 +74,6 @@ class _Layers:
     """Weights and routings of some layers, for one of their products."""
 
     def __init__(self, case: dict[str, Any], num_layers: int, device: torch.device, dtype: torch.dtype) -> None:
-        from ringcore.kernels.dense_experts import DenseExperts
         from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
         from ringcore.kernels.experts import GroupedProducts
         from ringcore.kernels.experts_configs import MAX_PAIRED_TOKENS
@@ -86,13 +89,11 @@ class _Layers:
         self.num_active = 0.0
         for _ in range(num_layers):
             shape = (num_experts, case["num_weights"], self._num_inputs)
-            weight = torch.empty(shape, device=device, dtype=dtype).uniform_(-1, 1) / self._num_inputs**0.5
             chosen = torch.rand(n, num_experts, device=device).topk(k).indices.int()
             routing = Routing(chosen, torch.rand(n, k, device=device, dtype=dtype))
             pairs = None if n <= MAX_PAIRED_TOKENS else sort_pairs(chosen, num_experts)
-            dense = DenseExperts(weight)
-            matrices = ExpertMatrices(dense, dense)
-            self._parts.append((dense, routing, matrices, pairs))
+            weight = _fp8_experts(shape, device, dtype) if case["is_fp8"] else _dense_experts(shape, device, dtype)
+            self._parts.append((weight, routing, ExpertMatrices(weight, weight), pairs))
             self.num_active += len(chosen.unique()) / num_layers
         self._grouped = GroupedProducts
 
@@ -105,12 +106,32 @@ class _Layers:
         """In float32, a row a pair."""
         weight, routing, _, _ = self._parts[0]
         chosen = routing.experts.flatten().long()
-        x = self._x.repeat_interleave(routing.k, 0) if self._is_gated else self._x
+        x = weight.rounded(self._x.repeat_interleave(routing.k, 0) if self._is_gated else self._x)
         found = torch.empty(len(chosen), weight.shape[1], device=x.device)
         for expert in chosen.unique().tolist():
             rows = chosen == expert
-            found[rows] = x[rows].float() @ weight.stored[expert].float().t()
+            found[rows] = x[rows].float() @ weight.numbers(torch.tensor([expert], device=x.device))[0].t()
         return found if self._gate is None else self._gate(found)
+
+
+def _dense_experts(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ExpertWeight:
+    from ringcore.kernels.dense_experts import DenseExperts
+
+    return DenseExperts(torch.empty(shape, device=device, dtype=dtype).uniform_(-1, 1) / shape[2] ** 0.5)
+
+
+def _fp8_experts(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ExpertWeight:
+    from ringcore.checkpoint.quantization import InputFormat
+    from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts
+    from ringcore.model_executor.linear_schemes.codes import ByteCodes
+    from ringcore.model_executor.linear_schemes.quantized import Groups, QuantizedMatrix
+    from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
+
+    num_outputs, num_inputs = shape[0] * shape[1], shape[2]
+    codes = torch.empty(num_outputs, num_inputs, device=device, dtype=torch.float16).uniform_(-1, 1)
+    scales = torch.rand(num_outputs, num_inputs // FP8_BLOCK, device=device) / num_inputs**0.5
+    matrix = QuantizedMatrix(ByteCodes(codes.to(torch.float8_e4m3fn)), scales, Groups(FP8_BLOCK))
+    return QuantizedExperts([matrix], shape[0], dtype, InputRounding(InputFormat("fp8", "group", FP8_BLOCK)))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ class ExpertWeight(ABC):
     dtype: torch.dtype  # of the inputs
     device: torch.device
     is_transposed: bool = False
+    rounds_rows: bool = False  # the product is to see rows as `rounded` returns them
+    row_group: int | None = None  # inputs that share a scale of a row, where kernels round it to FP8, as `rounded` does
 
     @property
     @abstractmethod

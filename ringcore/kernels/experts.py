@@ -8,8 +8,8 @@
 
 All shapes are those of the tokens and of the layer, none depends on the routing, and the host reads nothing: so a CUDA
 graph of it serves every routing. Sums over experts have one order. Method: Gale et al., "MegaBlocks: efficient sparse
-training with mixture-of-experts", arXiv 2211.15841, without its padding to blocks. One token takes no grouped products
-where weights are not quantized: see `experts_fma`.
+training with mixture-of-experts", arXiv 2211.15841, without its padding to blocks. One token takes no grouped products:
+see `experts_fma`. FP8 weights whose rows are to be rounded are multiplied by FP8 rows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from ringcore.kernels.experts_fma import experts_of_one_token, takes_one_token
 from ringcore.kernels.experts_kernels import grouped_kernel, weighted_sum_kernel
 from ringcore.kernels.experts_sort import SortedPairs, sort_pairs
 from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.round_rows import round_rows
 from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import DENSE_NUMBERS
+from ringcore.kernels.skinny_times import DENSE_NUMBERS, FP8_NUMBERS, Numbers
 from ringcore.kernels.weight_tiles import tile_arguments
 
 __all__ = ["GroupedProducts", "experts", "new_expert_counters", "takes_norm"]
@@ -154,26 +155,29 @@ class GroupedProducts:
         sums: _Sum | None = None,
     ) -> torch.Tensor:
         """x: a row a token, or a pair where reads_pairs -> a row a pair: [num_pairs, num_outputs] of dtype."""
-        matrices, routing, k, x = self._matrices, self._routing, self._routing.k, weight.rounded(x)
-        (num_experts, num_weights, num_inputs), stored = weight.shape, weight.stored
+        matrices, routing, k = self._matrices, self._routing, self._routing.k
+        (num_experts, num_weights, num_inputs), stored, group = weight.shape, weight.stored, weight.row_group or 0
+        assert (x.shape[1], x.dtype) == (num_inputs, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
+        x, scales = round_rows(x, group)[:2] if group else (weight.rounded(x), x)
         num_outputs = num_weights if gate is None else num_weights // 2
-        numbers = stored.numbers if isinstance(stored, PackedWeight) else DENSE_NUMBERS
-        config = self._config or self._choose(*weight.shape, self._num_tokens, k, x.dtype, numbers)
+        numbers = _numbers(weight)
+        config = self._config or self._choose(*weight.shape, self._num_tokens, k, weight.dtype, numbers)
         block_outputs = config.block_weights if gate is None else config.block_weights // 2
         for tensor in (x, stored, bias):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
-        assert (x.shape[1], x.dtype) == (num_inputs, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
         assert sums is None or block_outputs >= _MIN_BLOCK_OUTPUTS, config
         assert not isinstance(stored, PackedWeight) or stored.has_whole_runs(config.block_inputs), (stored.run, config)
+        assert not group or group % config.block_inputs == 0, (group, config)
         num_pairs, gate, pdl = self._num_tokens * k, gate or ExpertGate(), supports_pdl(x.device)
         rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
         pairs = self._pairs or SortedPairs(routing.experts, routing.experts)  # not read
         num_items = max_items(num_pairs, num_experts, config.block_rows) if self._pairs else num_pairs
         grouped_kernel[(triton.cdiv(num_outputs, block_outputs), num_items)](
-            *(x, rows if bias is None else bias, pairs.order, pairs.offsets, rows),
+            *(x, scales, rows if bias is None else bias, pairs.order, pairs.offsets, rows),
             *(routing.experts, routing.weights, *((rows, pairs.order) if sums is None else (sums.out, sums.counters))),
             *(self._num_tokens, matrices.first),
-            **tile_arguments(stored),
+            **tile_arguments(stored, are_numbers=group > 0),
+            row_group=group,
             k=k,
             block_k=triton.next_power_of_2(k),
             num_experts=num_experts,
@@ -202,6 +206,12 @@ class GroupedProducts:
             **launch_options(pdl),
         )
         return rows
+
+
+def _numbers(weight: ExpertWeight) -> Numbers:
+    if weight.row_group is not None:
+        return FP8_NUMBERS
+    return weight.stored.numbers if isinstance(weight.stored, PackedWeight) else DENSE_NUMBERS
 
 
 def _weighted_sum(

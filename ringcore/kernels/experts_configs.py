@@ -16,7 +16,7 @@ import torch
 from ringcore.kernels.experts_measured import MEASURED, MEASURED_E2M1
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, Numbers, fastest_dot
+from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, FP8_NUMBERS, NIBBLE_NUMBERS, Numbers, fastest_dot
 
 __all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "grouped_tiles", "max_items"]
 
@@ -60,11 +60,14 @@ def choose_grouped(
         block_rows = min(block_rows, MAX_FEW_TOKENS)
     # Of 4 bits a block is four products, and has whole runs.
     least = {NIBBLE_NUMBERS: 128, E2M1_NUMBERS: 64}.get(numbers, 16)
-    block_inputs = max(least, min(config.block_inputs, _power_of_2(num_inputs)))
+    most = {FP8_NUMBERS: 128}.get(numbers, config.block_inputs)  # in one group
+    block_inputs = max(least, min(most, config.block_inputs, _power_of_2(num_inputs)))
     return DotConfig(config.block_weights, block_inputs, config.num_warps, config.num_stages, 1, block_rows=block_rows)
 
 
-def grouped_tiles(num_experts: int, num_inputs: int, num_tokens: int, k: int) -> list[DotConfig]:
+def grouped_tiles(
+    num_experts: int, num_inputs: int, num_tokens: int, k: int, numbers: Numbers = DENSE_NUMBERS
+) -> list[DotConfig]:
     """Those to time for num_tokens tokens with k of num_experts experts each."""
     if num_tokens <= MAX_FEW_TOKENS:
         most = max(_MIN_ROWS, _power_of_2(num_tokens))
@@ -73,7 +76,12 @@ def grouped_tiles(num_experts: int, num_inputs: int, num_tokens: int, k: int) ->
         mean = num_tokens * k // num_experts
         rows = [one for one in (16, 32, 64, 128) if mean // 2 <= one <= 4 * max(_MIN_ROWS, mean)]
     shapes = _FEW + _WIDE if num_tokens <= 256 else _WIDE
-    return [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes if shape[1] <= num_inputs]
+    if numbers == FP8_NUMBERS:  # twice as many inputs are as many bytes, and a block has one group
+        shapes = tuple((weights, 128, warps, min(8, 2 * stages - 2)) for weights, _, warps, stages in shapes)
+    # Of 4 bits a block is four products, and wide blocks take ten times as long.
+    most = 128 if numbers.bytes < 1 or numbers == FP8_NUMBERS else num_inputs
+    shapes = tuple(dict.fromkeys(shape for shape in shapes if shape[1] <= min(most, num_inputs)))
+    return [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes]
 
 
 def max_items(num_pairs: int, num_experts: int, block_rows: int) -> int:

@@ -2,7 +2,7 @@
 
 A tile for tensor cores would be mostly empty. Two launches: gate and up with the activation, a program an expert of the
 token and tile of outputs; down with the weighted sum over the experts, a program an output, so that no program waits
-for another. Each holds its weights in registers, which are loaded at once.
+for another. Each holds its weights in registers, which are loaded at once. Of quantized weights: `packed_experts_fma`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import triton.language as tl
 from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertMatrices, Routing
+from ringcore.kernels.packed_experts_fma import packed_down, packed_gate, takes_codes
+from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.kernels.reductions import add2, add3
 
 __all__ = ["experts_of_one_token", "takes_one_token"]
@@ -158,14 +160,14 @@ def expert_down_kernel(
 
 
 def takes_one_token(matrices: ExpertMatrices, activate: Activate, normalise: Activate | None) -> bool:
-    """Whether `experts_of_one_token` computes these: of numbers, a row an output, with a known gate and no norm."""
-    down_numbers = triton.cdiv(matrices.down.shape[2], _DOWN_NUMBERS) * _DOWN_NUMBERS
-    return (
-        isinstance(activate, ExpertGate)
-        and normalise is None
-        and all(isinstance(one.stored, torch.Tensor) and not one.is_transposed for one in (matrices.up, matrices.down))
-        and down_numbers <= _MAX_DOWN_NUMBERS
-    )
+    """Whether `experts_of_one_token` computes these: with a known gate, no norm, and a row an output."""
+    up, down = matrices.up, matrices.down
+    if not isinstance(activate, ExpertGate) or normalise is not None:
+        return False
+    if isinstance(up.stored, PackedWeight):
+        return takes_codes(up) and takes_codes(down)
+    down_numbers = triton.cdiv(down.shape[2], _DOWN_NUMBERS) * _DOWN_NUMBERS
+    return not up.is_transposed and not down.is_transposed and down_numbers <= _MAX_DOWN_NUMBERS
 
 
 def experts_of_one_token(
@@ -188,14 +190,14 @@ def experts_of_one_token(
     assert x.shape == out.shape == (1, hidden_size), (x.shape, out.shape, hidden_size)
     assert norm is not None or x.dtype == matrices.up.dtype, (x.dtype, matrices.up.dtype)
     for tensor in (x, matrices.up.stored, matrices.down.stored, routing.experts, routing.weights, out):
-        assert isinstance(tensor, torch.Tensor), "quantized experts are for the grouped products"
-        assert tensor.is_contiguous(), "tensors must be contiguous"
-    rows = _gated(x, routing, matrices, gate, norm)
-    _add_down(rows, routing, matrices, out, adds)
+        assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
+    is_packed = isinstance(matrices.up.stored, PackedWeight)
+    launch_gate, launch_down = (packed_gate, packed_down) if is_packed else (_gate, _down)
+    launch_down(launch_gate(x, routing, matrices, gate, norm), routing, matrices, out, adds)
     return out
 
 
-def _gated(
+def _gate(
     x: torch.Tensor,
     routing: Routing,
     matrices: ExpertMatrices,
@@ -227,7 +229,7 @@ def _gated(
     return rows
 
 
-def _add_down(rows: torch.Tensor, routing: Routing, matrices: ExpertMatrices, out: torch.Tensor, adds: bool) -> None:
+def _down(rows: torch.Tensor, routing: Routing, matrices: ExpertMatrices, out: torch.Tensor, adds: bool) -> None:
     down, bias, pdl = matrices.down.stored, matrices.down_bias, supports_pdl(rows.device)
     num_experts, num_outputs, num_inputs = matrices.down.shape
     block_k = triton.next_power_of_2(routing.k)

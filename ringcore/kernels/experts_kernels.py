@@ -14,6 +14,7 @@ import triton.language as tl
 from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
+from ringcore.kernels.scaled_dot import scaled_dot
 from ringcore.kernels.weight_tiles import packed_dot
 
 __all__ = ["grouped_kernel", "weighted_sum_kernel"]
@@ -123,7 +124,8 @@ def _work_item(
 
 @triton.jit(do_not_specialize=["num_tokens", "first"])
 def grouped_kernel(
-    x,  # [num_tokens, num_inputs], or [num_tokens * k, num_inputs] where reads_pairs
+    x,  # [num_tokens, num_inputs], or [num_tokens * k, num_inputs] where reads_pairs; or codes of rounded rows
+    row_scales,  # of each row of x, for each row_group of inputs, read where that is not 0
     bias,  # [num_experts, num_weights], read where has_bias
     order,  # [num_tokens * k] int32, see `SortedPairs`
     offsets,  # [num_experts + 1] int32
@@ -137,6 +139,7 @@ def grouped_kernel(
     weight,  # [num_experts, num_weights, num_inputs], or of inputs and weights where is_transposed; or codes
     packed,  # these two: see `weight_tiles.tile_arguments`
     layout: tl.constexpr,
+    row_group: tl.constexpr,  # inputs that share a scale of a row; 0: rows are not rounded
     k: tl.constexpr,
     block_k: tl.constexpr,
     num_experts: tl.constexpr,
@@ -205,7 +208,12 @@ def grouped_kernel(
         x_rows = pairs if reads_pairs else pairs // k
         inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs + steps[:, None]
         total = tl.zeros([block_weights, block_rows], tl.float32)
-        if layout[0] == _DENSE:
+        if row_group > 0:
+            total = scaled_dot(
+                *(total, tile, inputs, packed, row_scales, packed_rows, x_rows, 0, num_inputs),
+                num_inputs, block_inputs, num_stages, row_group, layout,
+            )  # fmt: skip
+        elif layout[0] == _DENSE:
             for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
                 w = _load(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
                 v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)

@@ -15,47 +15,11 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.activation import activated
-from ringcore.kernels.code_expansion import (
-    RAISED,
-    fp8_quad,
-    raised_quad,
-    wide_integer_quad,
-)
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
-from ringcore.kernels.fma_row import chunk_inputs, chunk_sums, load_row, sums_of_chunks
-from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES
-from ringcore.kernels.weight_groups import chunk_scales, chunk_zeros
-from ringcore.kernels.weight_loads import load_codes
+from ringcore.kernels.fma_row import chunk_sums, load_row
+from ringcore.kernels.packed_gemv import has_offset, load_outputs, row_product
 
 __all__ = ["packed_fma_kernel"]
-
-_RAISED = RAISED.value
-_FP8, _INT8, _NIBBLES = tl.constexpr(BYTES_FP8), tl.constexpr(BYTES_INT8), tl.constexpr(NIBBLES)
-
-
-@triton.constexpr_function
-def _raised(layout, is_exact):
-    """How much more than codes the numbers are. Of 16-bit rows the sum of what is too much is subtracted from that of a
-    chunk, which loses 17 bits less than the mantissa of float32 has; of float32 rows each number is exact."""
-    return _RAISED if layout[0] == _NIBBLES and not is_exact else 0
-
-
-@triton.constexpr_function
-def _has_offset(layout, is_exact):
-    """Whether what is multiplied is more than the numbers, by their zero."""
-    return _raised(layout, is_exact) != 0 or layout[4] != 0 or layout[5]
-
-
-@triton.jit
-def _load(weight, packed, rows, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """Words and scales of outputs, of each block of inputs: one tuple."""
-    chunk: tl.constexpr = chunk_inputs(layout)
-    is_whole: tl.constexpr = num_inputs % block_inputs == 0
-    loaded = ()
-    for at in tl.static_range(0, num_inputs, block_inputs):
-        words = load_codes(weight, packed, rows, at // 4, block_inputs // 4, 4, num_inputs, is_whole)
-        loaded += (words, chunk_scales(packed, rows, at, block_inputs // chunk, chunk, layout))
-    return loaded
 
 
 @triton.jit
@@ -69,61 +33,11 @@ def _load_tile(
     is_gated: tl.constexpr,
     layout: tl.constexpr,
 ):
-    """As `_load`; of a gated weight those of the gate, then those of up."""
-    loaded = _load(weight, packed, rows, num_inputs, block_inputs, layout)
+    """As `load_outputs`; of a gated weight those of the gate, then those of up."""
+    loaded = load_outputs(weight, packed, rows, num_inputs, block_inputs, layout)
     if is_gated:
-        loaded = loaded + _load(weight, packed, rows + num_outputs, num_inputs, block_inputs, layout)
+        loaded = loaded + load_outputs(weight, packed, rows + num_outputs, num_inputs, block_inputs, layout)
     return loaded
-
-
-@triton.jit
-def _expanded(words, is_exact: tl.constexpr, layout: tl.constexpr):
-    """Four tiles of numbers, as float32, and `_raised`."""
-    if layout[0] == _NIBBLES:
-        a, b, c, d = raised_quad(words)
-        if is_exact:
-            a, b, c, d = a - RAISED, b - RAISED, c - RAISED, d - RAISED
-    elif layout[0] == _FP8:
-        a, b, c, d = fp8_quad(words)
-    else:
-        a, b, c, d = wide_integer_quad(words, layout[0] == _INT8)
-    return a, b, c, d
-
-
-@triton.jit
-def _product(
-    loaded,  # see `_load`
-    first: tl.constexpr,  # of it: the codes of these outputs
-    tiles,  # of a row
-    sums,  # of its chunks
-    packed,
-    rows,
-    num_inputs: tl.constexpr,
-    block_inputs: tl.constexpr,
-    is_exact: tl.constexpr,
-    layout: tl.constexpr,
-):
-    """[n]: outputs of one row."""
-    chunk: tl.constexpr = chunk_inputs(layout)
-    count: tl.constexpr = block_inputs // chunk
-    raised: tl.constexpr = _raised(layout, is_exact)
-    total = tl.zeros([rows.shape[0], count], tl.float32)
-    for block in tl.static_range(len(tiles) // 4):
-        scales = loaded[first + 2 * block + 1]
-        a, b, c, d = _expanded(loaded[first + 2 * block], is_exact, layout)
-        products = a * tiles[4 * block]
-        products += b * tiles[4 * block + 1]
-        products += c * tiles[4 * block + 2]
-        products += d * tiles[4 * block + 3]
-        of_chunks = sums_of_chunks(products, chunk // 4)
-        if _has_offset(layout, is_exact):
-            if layout[5]:
-                zeros = chunk_zeros(packed, scales, rows, block * block_inputs, count, chunk, layout)
-                of_chunks -= (zeros + raised) * sums[block]
-            else:
-                of_chunks -= (layout[4] + raised) * sums[block]
-        total += of_chunks * scales
-    return tl.sum(total, 1)
 
 
 @triton.jit(do_not_specialize=["num_outputs"])
@@ -167,7 +81,7 @@ def packed_fma_kernel(
     for row in tl.static_range(num_rows):
         of_row, squares = load_row(x + row * num_inputs, gain, num_inputs, block_inputs, has_norm, row_group, layout)
         tiles += (of_row,)
-        if _has_offset(layout, is_exact):
+        if has_offset(layout, is_exact):
             sums += (chunk_sums(of_row, layout),)
         else:
             sums += ((),)
@@ -179,13 +93,13 @@ def packed_fma_kernel(
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
             inputs = tiles[row], sums[row], packed
-            y = _product(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout)
+            y = row_product(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout)
             if has_norm:
                 y *= factors[row]
             if has_bias:
                 y += tl.load(bias + rows).to(tl.float32)
             if is_gated:
-                z = _product(
+                z = row_product(
                     loaded, len(loaded) // 2, *inputs, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
                 )
                 if has_norm:

@@ -14,7 +14,15 @@ import functools
 
 from ringcore.kernels.skinny_measured import MEASURED
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
-from ringcore.kernels.skinny_times import BYTE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, NUM_SMS, Numbers, fastest_dot
+from ringcore.kernels.skinny_times import (
+    BYTE_NUMBERS,
+    E2M1_NUMBERS,
+    FP8_NUMBERS,
+    NIBBLE_NUMBERS,
+    NUM_SMS,
+    Numbers,
+    fastest_dot,
+)
 
 __all__ = [
     "MAX_ROWS",
@@ -154,7 +162,8 @@ def _long_run_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig
 
 def many_packed(numbers: Numbers) -> DotConfig:
     """The tiles of many rows."""
-    return {NIBBLE_NUMBERS: _MANY_NIBBLES, E2M1_NUMBERS: _MANY_E2M1}.get(numbers, _MANY_PACKED)
+    tiles = {NIBBLE_NUMBERS: _MANY_NIBBLES, E2M1_NUMBERS: _MANY_E2M1, FP8_NUMBERS: _ROUNDED_TILES}
+    return tiles.get(numbers, _MANY_PACKED)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ __all__ = [
     "BYTE_NUMBERS",
     "DENSE_NUMBERS",
     "E2M1_NUMBERS",
+    "FP8_NUMBERS",
     "H200",
     "NIBBLE_NUMBERS",
     "NUM_SMS",
@@ -48,6 +49,7 @@ class Numbers:
 
 DENSE_NUMBERS = Numbers(2.0)
 BYTE_NUMBERS = Numbers(1.0, 2.5)
+FP8_NUMBERS = Numbers(1.0)  # which are multiplied as they are
 NIBBLE_NUMBERS = Numbers(0.5 + 4 / 128, 1.4)  # with a scale of float32 for 128
 E2M1_NUMBERS = Numbers(0.5 + 1 / 32, 2.4)
 

@@ -59,9 +59,7 @@ def grouped_candidates(problem: TileProblem, chosen: Kernel, limit: int) -> list
     """Of experts: at most `limit`, `chosen` first, then the fastest by the model of times."""
     num_experts, num_tokens = problem.num_experts, problem.max_rows
     num_weights = min(num_experts, num_tokens * problem.k) * problem.num_outputs
-    tiles = grouped_tiles(num_experts, problem.num_inputs, num_tokens, problem.k)
-    if problem.numbers.bytes < 1:  # of 4 bits a block is four products, and wide blocks take ten times as long
-        tiles = [tile for tile in tiles if tile.block_inputs <= 128]
+    tiles = grouped_tiles(num_experts, problem.num_inputs, num_tokens, problem.k, problem.numbers)
     few = min(num_tokens, _FEW_ROWS)
     tiles.sort(key=lambda tile: H200.seconds(tile, num_weights, problem.num_inputs, few, problem.numbers))
     return list(dict.fromkeys([chosen, *tiles]))[:limit]

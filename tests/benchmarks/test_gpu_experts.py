@@ -21,7 +21,8 @@ from benchmarks.harness import engine_specs
 from benchmarks.models import MODELS
 from benchmarks.peers.experts import Experts
 
-CASE = {"num_tokens": 6, "num_experts": 4, "k": 2, "num_weights": 32, "num_inputs": 32, "is_gated": True, "shown": ""}
+CASE = {"num_tokens": 6, "num_experts": 4, "k": 2, "num_weights": 32, "num_inputs": 32, "is_gated": True}
+CASE |= {"shown": "", "is_fp8": False}
 TILE = {"block_weights": 32, "block_inputs": 32, "num_warps": 2, "num_stages": 2, "splits": 1, "block_rows": 16}
 
 

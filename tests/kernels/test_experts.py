@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from quantized_checkpoints import store
+from expert_stacks import stacked_experts
 from test_precompile import run
 
 from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, GptqFormat, InputFormat, Mxfp4Format
@@ -325,17 +325,9 @@ def test_experts_of_4_and_8_bits_as_a_gpu_has_them(device, kind, scheme):
     case = Case(device, num_experts, hidden, size)
 
     def stacked(num_outputs, num_inputs):
-        each = [store(kind, case.randn(num_outputs, num_inputs, fan_in=num_inputs).cpu()) for _ in range(num_experts)]
-        shard = LinearShard(
-            "m", (OutputSlice("m", num_outputs, 0, num_outputs),), InputSlice.whole(num_inputs), torch.float32
-        )
-        stack = ExpertStack("m", scheme, (shard,) * num_experts)
-        tensors = {suffix: torch.cat([one.tensors[suffix] for one in each]).to(device) for suffix in each[0].tensors}
-        arrangements = {name: one.arrangement for name, one in stack.weights().items() if one.arrangement is not None}
-        for suffix, arrangement in arrangements.items():
-            arrangement.arrange(tensors[suffix])
-        weight, scales = stack.bound(tensors, updatable=True), next(name for name in tensors if "scale" in name)
-        numbers = torch.stack([one.expanded for one in each]).to(device)
+        matrices = case.randn(num_experts, num_outputs, num_inputs, fan_in=num_inputs)
+        weight, numbers, tensors = stacked_experts(kind, scheme, matrices)
+        scales = next(name for name in tensors if "scale" in name)
         every_expert = torch.arange(num_experts, device=device)
         torch.testing.assert_close(weight.numbers(every_expert), numbers, atol=1e-6, rtol=1e-5)
         tensors[scales] *= 2

@@ -13,6 +13,7 @@ from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.expanding_product import ExpandableMatrix
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
+from ringcore.model_executor.linear_schemes.quantized_product import row_group
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
 
 __all__ = ["ExpandingExperts", "QuantizedExperts"]
@@ -37,6 +38,7 @@ class ExpandingExperts(ExpertWeight):
         self._matrices, self.dtype, self.device, self._rounding = matrices, dtype, device, rounding
         self._per_matrix = num_experts // len(matrices)
         self.shape = num_experts, first.num_outputs // self._per_matrix, first.num_inputs
+        self.rounds_rows = rounding is not None
 
     @property
     def stored(self) -> PackedWeight:
@@ -81,7 +83,10 @@ class QuantizedExperts(ExpandingExperts):
     ) -> None:
         device = matrices[0].scales.device
         super().__init__(matrices, num_experts, dtype, device, None if rounding is None else rounding.rounded)
-        self._stored = packed_weight(matrices[0], dtype) if ops.has_kernels(device) else None
+        self._stored = None
+        if ops.has_kernels(device):
+            self._stored = packed_weight(matrices[0], dtype)
+            self.row_group = None if rounding is None else row_group(matrices[0], rounding)
 
     @property
     def stored(self) -> PackedWeight:

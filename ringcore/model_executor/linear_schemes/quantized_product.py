@@ -15,7 +15,7 @@ from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduc
 from ringcore.model_executor.linear_schemes.scaled_product import BLOCK, LEAST_CAPABILITY, ScaledProduct
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 
-__all__ = ["quantized_product"]
+__all__ = ["quantized_product", "row_group"]
 
 _MAX_TOKEN_INPUTS = 32768  # a row that one program rounds
 
@@ -35,22 +35,23 @@ def quantized_product(
     weight = packed_weight(matrix, shard.dtype)
     if rounding is None:
         return KernelProduct(weight, bias, derived=matrix.derived)
-    group = _row_group(matrix, rounding)
+    group = row_group(matrix, rounding)
     if group is not None:
         return RoundedProduct(weight, bias, group, ScaledProduct.of(matrix, shard.dtype, group), matrix.derived)
     inner = KernelProduct(weight, None, derived=matrix.derived)
     return RoundedInputs(inner, rounding, bias, _scaled(matrix, shard, rounding))
 
 
-def _row_group(matrix: QuantizedMatrix, rounding: InputRounding) -> int | None:
+def row_group(matrix: QuantizedMatrix, rounding: InputRounding) -> int | None:
     """Inputs that share a scale, where kernels multiply FP8 by FP8: on tensor cores that do, where weights and rows
     have a scale for each `BLOCK` of inputs, or one for all."""
     form, codes, groups, num_inputs = rounding.format, matrix.codes, matrix.groups, matrix.num_inputs
     if form.number != "fp8" or not isinstance(codes, ByteCodes) or not codes.is_fp8 or not codes.tensor.is_contiguous():
         return None
-    if torch.cuda.get_device_capability(matrix.scales.device) < LEAST_CAPABILITY or num_inputs % BLOCK:
+    has_blocks = groups.are_whole(num_inputs) and groups.size == BLOCK
+    if num_inputs % BLOCK or (matrix.scales.shape[1] > 1 and not has_blocks):
         return None
-    if matrix.scales.shape[1] > 1 and not (groups.are_whole(num_inputs) and groups.size == BLOCK):
+    if torch.cuda.get_device_capability(matrix.scales.device) < LEAST_CAPABILITY:
         return None
     match form.scale:
         case "token":
