@@ -10,10 +10,11 @@ rows follow the mean number of rows of an expert. What was measured (`experts_me
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 
-from ringcore.kernels.experts_measured import MEASURED, MEASURED_E2M1
+from ringcore.kernels.experts_measured import MEASURED, MEASURED_E2M1, MEASURED_FP8
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, FP8_NUMBERS, NIBBLE_NUMBERS, Numbers, fastest_dot
@@ -43,7 +44,7 @@ def choose_grouped(
 ) -> DotConfig:
     """Of num_tokens tokens with k of num_experts experts each; `block_rows` is the rows of a work item."""
     is_packed = numbers != DENSE_NUMBERS
-    tables = {DENSE_NUMBERS: MEASURED, E2M1_NUMBERS: MEASURED_E2M1}
+    tables = {DENSE_NUMBERS: MEASURED, FP8_NUMBERS: MEASURED_FP8, E2M1_NUMBERS: MEASURED_E2M1}
     measured = tables.get(numbers, {}).get((num_experts, k, num_weights, num_inputs), {})
     if dtype != torch.float32 and (up_to := min((limit for limit in measured if limit >= num_tokens), default=0)):
         return measured[up_to]
@@ -75,12 +76,12 @@ def grouped_tiles(
     else:
         mean = num_tokens * k // num_experts
         rows = [one for one in (16, 32, 64, 128) if mean // 2 <= one <= 4 * max(_MIN_ROWS, mean)]
-    shapes = _FEW + _WIDE if num_tokens <= 256 else _WIDE
+    shapes: Iterable[tuple[int, int, int, int]] = _FEW + _WIDE if num_tokens <= 256 else _WIDE
     if numbers == FP8_NUMBERS:  # twice as many inputs are as many bytes, and a block has one group
-        shapes = tuple((weights, 128, warps, min(8, 2 * stages - 2)) for weights, _, warps, stages in shapes)
+        shapes = [(weights, 128, warps, min(8, 2 * stages - 2)) for weights, _, warps, stages in shapes]
     # Of 4 bits a block is four products, and wide blocks take ten times as long.
     most = 128 if numbers.bytes < 1 or numbers == FP8_NUMBERS else num_inputs
-    shapes = tuple(dict.fromkeys(shape for shape in shapes if shape[1] <= min(most, num_inputs)))
+    shapes = dict.fromkeys(shape for shape in shapes if shape[1] <= min(most, num_inputs))
     return [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ringcore.kernels.skinny_tiles import DotConfig
 
-__all__ = ["MEASURED", "MEASURED_E2M1"]
+__all__ = ["MEASURED", "MEASURED_E2M1", "MEASURED_FP8"]
 
 Shape = tuple[int, int, int, int]  # num_experts, k, num_weights (of gate and up together), num_inputs
 
@@ -40,6 +40,26 @@ MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
         64: DotConfig(128, 128, 8, 3, 1, block_rows=16),
         256: DotConfig(128, 64, 8, 4, 1, block_rows=32),
         1024: DotConfig(128, 64, 4, 4, 1, block_rows=128),
+    },
+}
+
+# As `MEASURED`, of weights in FP8 with rows rounded to it.
+MEASURED_FP8: Mapping[Shape, Mapping[int, DotConfig]] = {
+    (128, 8, 1536, 2048): {
+        2: DotConfig(128, 128, 8, 4, 1, block_rows=16),
+        8: DotConfig(64, 128, 4, 4, 1, block_rows=16),
+        32: DotConfig(64, 128, 4, 6, 1, block_rows=16),
+        64: DotConfig(64, 128, 4, 6, 1, block_rows=16),
+        256: DotConfig(128, 128, 4, 4, 1, block_rows=32),
+        1024: DotConfig(128, 128, 4, 4, 1, block_rows=64),
+    },
+    (128, 8, 2048, 768): {
+        2: DotConfig(256, 128, 8, 4, 1, block_rows=16),
+        8: DotConfig(64, 128, 4, 2, 1, block_rows=16),
+        32: DotConfig(128, 128, 4, 4, 1, block_rows=16),
+        64: DotConfig(128, 128, 4, 4, 1, block_rows=16),
+        256: DotConfig(64, 128, 4, 2, 1, block_rows=16),
+        1024: DotConfig(128, 128, 4, 4, 1, block_rows=64),
     },
 }
 

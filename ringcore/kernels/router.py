@@ -1,8 +1,8 @@
-"""The router of a mixture for few tokens, in one launch: logits, their softmax or sigmoids, the k largest.
+"""The router of a mixture for few tokens: logits, their softmax or sigmoids, the k largest.
 
-Programs each multiply a tile of the router's matrix, over a share of the inputs (split-K). The program that arrives
-last adds the partials, chooses, and sorts the pairs by expert. Torch's operations would be seven launches, each as long
-as this one.
+One token takes one launch (`router_fma`). Of several a launch multiplies tiles of the router's matrix, over a share of
+the inputs each (split-K), and another one adds the partials and chooses, a program a token; of few pairs its last
+program sorts them by expert. Torch's operations would be seven launches.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 from ringcore.kernels.expert_matrices import RouterForm, Routing
 from ringcore.kernels.experts_configs import MAX_PAIRED_TOKENS
 from ringcore.kernels.experts_sort import SortedPairs
-from ringcore.kernels.router_fma import MAX_INPUTS, route_one_token
+from ringcore.kernels.router_fma import MAX_INPUTS, choose, route_one_token, scores_of
 
 __all__ = ["MAX_TOKENS", "new_router_counter", "route", "takes_norm"]
 
-MAX_TOKENS = 64  # more take torch's operations: one program would choose for all of them
-_BLOCK_EXPERTS, _BLOCK_INPUTS, _MIN_ROWS = 16, 128, 16
+MAX_TOKENS = 256  # more take torch's operations, with the matrix product of cuBLAS
+_BLOCK_EXPERTS, _BLOCK_INPUTS = 16, 128
+_MIN_ROWS, _MAX_ROWS = 16, 64  # of a program
 _SPLIT_INPUTS = 512  # of one program, at least
-_CHOSEN = tl.constexpr(1e30)  # less this an expert is not chosen again
-_CHOSEN_ELEMENTS = 2048  # logits that the last program holds at once
 _MAX_SORTED = 128  # pairs; more are sorted by programs of their own: 256 took 18 us a layer more, in one program
 _SORTED_AT_ONCE = tl.constexpr(32)
 
@@ -55,42 +54,25 @@ def _sort(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _router_kernel(
+def _logits_kernel(
     x,  # [num_tokens, num_inputs]
     weight,  # [num_experts, num_inputs]
-    bias,  # [num_experts], read where has_bias
-    correction,  # [num_experts], read where is_corrected
     partials,  # [splits, num_tokens, num_experts] float32
-    experts,  # [num_tokens, k] int32
-    weights,  # [num_tokens, k]
-    order,  # [num_tokens * k] int32, this and the next: see `SortedPairs`, written where block_pairs > 0
-    offsets,  # [num_experts + 1] int32
-    counter,  # [1] int32, 0, and 0 again afterwards
     num_tokens,  # int
     num_experts: tl.constexpr,
     num_inputs: tl.constexpr,
-    k: tl.constexpr,
-    block_k: tl.constexpr,
     block_tile: tl.constexpr,  # experts of one program
-    block_experts: tl.constexpr,  # all of them, a power of two
     block_rows: tl.constexpr,
     block_inputs: tl.constexpr,
-    block_chosen: tl.constexpr,  # tokens for which the last program chooses at once
-    block_pairs: tl.constexpr,  # a power of two, num_tokens * k or more
     splits: tl.constexpr,
-    normalises: tl.constexpr,  # this and the next three: see `RouterForm`
-    is_sigmoid: tl.constexpr,
-    rounds_logits: tl.constexpr,
-    scale: tl.constexpr,
-    has_bias: tl.constexpr,
-    is_corrected: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
+    """Program (i, j, r) multiplies experts tile i and row tile r over split j of the inputs."""
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
     expert = tl.program_id(0) * block_tile + tl.arange(0, block_tile)
-    row = tl.arange(0, block_rows)
+    row = tl.program_id(2) * block_rows + tl.arange(0, block_rows)
     steps = tl.arange(0, block_inputs)
     share: tl.constexpr = (num_inputs + splits * block_inputs - 1) // (splits * block_inputs) * block_inputs
     begin = tl.program_id(1) * share
@@ -104,53 +86,52 @@ def _router_kernel(
         total = tl.dot(w, v, total, input_precision="ieee")
     targets = partials + (tl.program_id(1) * num_tokens + row)[None, :] * num_experts + expert[:, None]
     tl.store(targets, total, mask=(expert < num_experts)[:, None] & (row < num_tokens)[None, :])
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if arrived == tl.num_programs(0) * splits - 1:
-        column = tl.arange(0, block_experts)
-        place = tl.arange(0, block_k)
-        for first in range(0, num_tokens, block_chosen):
-            token = first + tl.arange(0, block_chosen)
-            in_bounds = (token < num_tokens)[:, None] & (column < num_experts)[None, :]
-            logits = tl.zeros([block_chosen, block_experts], tl.float32)
-            for split in tl.static_range(splits):
-                sources = partials + (split * num_tokens + token)[:, None] * num_experts + column[None, :]
-                logits += tl.load(sources, mask=in_bounds, other=0.0, cache_modifier=".cg")
-            if has_bias:
-                logits += tl.load(bias + column, mask=column < num_experts, other=0.0).to(tl.float32)[None, :]
-            if rounds_logits:
-                logits = logits.to(x.dtype.element_ty).to(tl.float32)
-            logits = tl.where((column < num_experts)[None, :], logits, -float("inf"))
-            if is_sigmoid:
-                scores = 1.0 / (1.0 + tl.exp(-logits))
-            else:
-                powers = tl.exp(logits - tl.max(logits, 1)[:, None])
-                scores = powers / tl.sum(powers, 1)[:, None]
-            left = scores
-            if is_corrected:
-                left += tl.load(correction + column, mask=column < num_experts, other=0.0).to(tl.float32)[None, :]
-            left = tl.where((column < num_experts)[None, :], left, -2 * _CHOSEN)
-            chosen = tl.zeros([block_chosen, block_k], tl.int32)
-            found = tl.zeros([block_chosen, block_k], tl.float32)
-            for i in tl.static_range(k):
-                best, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
-                is_best = column[None, :] == index[:, None]
-                if is_corrected:
-                    best = tl.sum(tl.where(is_best, scores, 0.0), 1)
-                chosen = tl.where((place == i)[None, :], index[:, None], chosen)
-                found = tl.where((place == i)[None, :], best[:, None], found)
-                left = tl.where(is_best, -_CHOSEN, left)
-            if normalises:
-                found = found / tl.sum(found, 1)[:, None]
-            found *= scale
-            pairs = token[:, None] * k + place[None, :]
-            is_chosen = (token < num_tokens)[:, None] & (place < k)[None, :]
-            tl.store(experts + pairs, chosen, mask=is_chosen)
-            tl.store(weights + pairs, found.to(weights.dtype.element_ty), mask=is_chosen)
-        if block_pairs > 0:
-            tl.debug_barrier()
-            _sort(experts, order, offsets, num_tokens * k, num_experts, 2 * block_experts, block_pairs)
-        tl.store(counter, 0)
+
+
+@triton.jit
+def _choose_kernel(
+    x,  # of the dtype to which logits are rounded
+    partials,  # [splits, num_tokens, num_experts] float32
+    bias,  # [num_experts], read where has_bias
+    correction,  # [num_experts], read where is_corrected
+    experts,  # [num_tokens, k] int32
+    weights,  # [num_tokens, k]
+    order,  # [num_tokens * k] int32, this and the next: see `SortedPairs`, written where block_pairs > 0
+    offsets,  # [num_experts + 1] int32
+    counter,  # [1] int32, 0, and 0 again afterwards
+    num_experts: tl.constexpr,
+    k: tl.constexpr,
+    block_k: tl.constexpr,
+    block_experts: tl.constexpr,  # more than num_experts
+    block_pairs: tl.constexpr,  # a power of two, num_tokens * k or more
+    splits: tl.constexpr,
+    normalises: tl.constexpr,  # this and the next three: see `RouterForm`
+    is_sigmoid: tl.constexpr,
+    rounds_logits: tl.constexpr,
+    scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_corrected: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """Program i chooses for token i. The one that arrives last sorts."""
+    token, num_tokens = tl.program_id(0), tl.num_programs(0)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    logits = partials + token * num_experts
+    rounds_to: tl.constexpr = x.dtype.element_ty if rounds_logits else None
+    scores = scores_of(logits, num_tokens * num_experts, bias, num_experts, splits, is_sigmoid, rounds_to, has_bias)
+    pairs = token * k
+    choose(
+        *(scores, correction, experts + pairs, weights + pairs),
+        num_experts, k, block_k, normalises, scale, is_corrected,
+    )  # fmt: skip
+    if block_pairs > 0:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_tokens - 1:
+            _sort(experts, order, offsets, num_tokens * k, num_experts, block_experts, block_pairs)
+            tl.store(counter, 0)
 
 
 def new_router_counter(device: torch.device) -> torch.Tensor:
@@ -202,7 +183,6 @@ def _route_few(
 ) -> Routing:
     (num_tokens, num_inputs), num_experts, k = x.shape, len(weight), form.k
     splits = min(8, max(1, num_inputs // _SPLIT_INPUTS))
-    block_experts = triton.next_power_of_2(num_experts)
     partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_tokens, k, dtype=form.dtype or x.dtype, device=x.device)
@@ -211,28 +191,29 @@ def _route_few(
         places = torch.empty(num_pairs + num_experts + 1, dtype=torch.int32, device=x.device)
         pairs = SortedPairs(places[:num_pairs], places[num_pairs:])
     pdl = supports_pdl(x.device)
-    _router_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS), splits)](
-        *(x, weight, weight if bias is None else bias, weight if correction is None else correction),
-        *(partials, experts, weights, *(pairs or (experts, experts)), counter, num_tokens),
-        num_experts=num_experts,
+    options = {"num_experts": num_experts, "splits": splits, "pdl": pdl, "num_warps": 4, **launch_options(pdl)}
+    block_rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(num_tokens)))
+    _logits_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS), splits, triton.cdiv(num_tokens, block_rows))](
+        *(x, weight, partials, num_tokens),
         num_inputs=num_inputs,
+        block_tile=_BLOCK_EXPERTS,
+        block_rows=block_rows,
+        block_inputs=_BLOCK_INPUTS if x.dtype != torch.float32 else _BLOCK_INPUTS // 4,
+        **options,
+    )
+    _choose_kernel[(num_tokens,)](
+        *(x, partials, weight if bias is None else bias, weight if correction is None else correction),
+        *(experts, weights, *(pairs or (experts, experts)), counter),
         k=k,
         block_k=triton.next_power_of_2(k),
-        block_tile=_BLOCK_EXPERTS,
-        block_experts=block_experts,
-        block_rows=max(_MIN_ROWS, triton.next_power_of_2(num_tokens)),
-        block_inputs=_BLOCK_INPUTS if x.dtype != torch.float32 else _BLOCK_INPUTS // 4,
-        block_chosen=max(1, min(triton.next_power_of_2(num_tokens), _CHOSEN_ELEMENTS // block_experts)),
+        block_experts=2 * triton.next_power_of_2(num_experts),
         block_pairs=0 if pairs is None else max(_SORTED_AT_ONCE.value, triton.next_power_of_2(num_pairs)),
-        splits=splits,
         normalises=form.normalises,
         is_sigmoid=form.is_sigmoid,
         rounds_logits=form.rounds_logits,
         scale=form.scale,
         has_bias=bias is not None,
         is_corrected=correction is not None,
-        pdl=pdl,
-        num_warps=4,
-        **launch_options(pdl),
+        **options,
     )
     return Routing(experts, weights, pairs)

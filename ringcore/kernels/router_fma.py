@@ -14,7 +14,7 @@ from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 from ringcore.kernels.expert_matrices import RouterForm, Routing
 from ringcore.kernels.reductions import add2
 
-__all__ = ["MAX_INPUTS", "route_one_token"]
+__all__ = ["MAX_INPUTS", "choose", "route_one_token", "scores_of"]
 
 MAX_INPUTS = 8192  # more rows of experts than one do not fit in registers
 _BLOCK_TILE, _NUM_WARPS = 4, 4  # experts of one program
@@ -50,10 +50,12 @@ def _sum(tiles):
 
 
 @triton.jit
-def _scores(
-    logits,  # [num_experts] float32, written by other programs of this launch
+def scores_of(
+    logits,  # [splits, num_experts] float32, split_stride apart, written by other programs: partials
+    split_stride,
     bias,
     num_experts: tl.constexpr,
+    splits: tl.constexpr,
     is_sigmoid: tl.constexpr,
     rounds_to: tl.constexpr,  # dtype of the logits, or None
     has_bias: tl.constexpr,
@@ -64,6 +66,9 @@ def _scores(
     for at in tl.static_range(0, num_experts, _LANES):
         is_expert = lane < num_experts - at
         tile = tl.load(logits + at + lane, mask=is_expert, other=0.0, cache_modifier=".cg")
+        for split in tl.static_range(1, splits):
+            part = logits + split * split_stride + at + lane
+            tile += tl.load(part, mask=is_expert, other=0.0, cache_modifier=".cg")
         if has_bias:
             tile += tl.load(bias + at + lane, mask=is_expert, other=0.0).to(tl.float32)
         if rounds_to is not None:
@@ -85,8 +90,8 @@ def _scores(
 
 
 @triton.jit
-def _choose(
-    scores,  # see `_scores`
+def choose(
+    scores,  # see `scores_of`
     correction,
     experts,  # [k] int32
     weights,  # [k]
@@ -179,8 +184,8 @@ def router_row_kernel(
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if arrived == tl.num_programs(0) - 1:
         rounds_to: tl.constexpr = weight.dtype.element_ty if rounds_logits else None
-        scores = _scores(logits, bias, num_experts, is_sigmoid, rounds_to, has_bias)
-        _choose(scores, correction, experts, weights, num_experts, k, block_k, normalises, scale, is_corrected)
+        scores = scores_of(logits, 0, bias, num_experts, 1, is_sigmoid, rounds_to, has_bias)
+        choose(scores, correction, experts, weights, num_experts, k, block_k, normalises, scale, is_corrected)
         tl.store(counter, 0)
 
 

@@ -432,7 +432,7 @@ def test_they_compile_for_sm90(tmp_path):
             print(kernel.__name__, "wgmma" in text, ".local" in text)
     """
     kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 12, "weighted_sum_kernel False False": 2}
-    kernels |= {f"{name} False False": 1 for name in ("_router_kernel", "router_row_kernel")}
+    kernels |= {f"{name} False False": 1 for name in ("_logits_kernel", "_choose_kernel", "router_row_kernel")}
     kernels |= {f"expert_{name}_kernel False False": 1 for name in ("gate", "down")}
     assert Counter(run(script, tmp_path).splitlines()) == kernels
 
