@@ -26,7 +26,8 @@ MAX_FEW_TOKENS = 64
 MAX_SUMMED_TOKENS = 4
 # Without a sort: the weights of an expert that several of so few tokens have are read again, mostly from the L2 cache.
 MAX_PAIRED_TOKENS = 4
-_MIN_ROWS, _MAX_ROWS = 16, 128
+_MIN_ROWS, _MAX_ROWS, _MOST_ROWS = 16, 128, 256
+_MOST_SUMS = 1 << 15  # of a tile, in registers
 # Weights, inputs, warps and stages of tiles to time.
 _FEW = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 2), (64, 256, 4, 3), (64, 64, 4, 6))
 _WIDE = ((128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 2), (256, 64, 8, 3))
@@ -74,15 +75,16 @@ def grouped_tiles(
         most = max(_MIN_ROWS, _power_of_2(num_tokens))
         rows = sorted({most, max(_MIN_ROWS, most // 4)})
     else:
-        mean = num_tokens * k // num_experts
-        rows = [one for one in (16, 32, 64, 128) if mean // 2 <= one <= 4 * max(_MIN_ROWS, mean)]
+        mean = min(_MOST_ROWS, num_tokens * k // num_experts)
+        rows = [one for one in (16, 32, 64, 128, 256) if mean // 2 <= one <= 4 * max(_MIN_ROWS, mean)]
     shapes: Iterable[tuple[int, int, int, int]] = _FEW + _WIDE if num_tokens <= 256 else _WIDE
     if numbers == FP8_NUMBERS:  # twice as many inputs are as many bytes, and a block has one group
         shapes = [(weights, 128, warps, min(8, 2 * stages - 2)) for weights, _, warps, stages in shapes]
     # Of 4 bits a block is four products, and wide blocks take ten times as long.
     most = 128 if numbers.bytes < 1 or numbers == FP8_NUMBERS else num_inputs
     shapes = dict.fromkeys(shape for shape in shapes if shape[1] <= min(most, num_inputs))
-    return [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes]
+    tiles = [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes]
+    return [tile for tile in tiles if tile.block_weights * tile.block_rows <= _MOST_SUMS]
 
 
 def max_items(num_pairs: int, num_experts: int, block_rows: int) -> int:

@@ -11,6 +11,8 @@ __all__ = ["MEASURED", "MEASURED_E2M1", "MEASURED_FP8"]
 
 Shape = tuple[int, int, int, int]  # num_experts, k, num_weights (of gate and up together), num_inputs
 
+_ANY = 1 << 30  # tokens
+
 # Of a shape: by the largest number of tokens, and for all from the one before it on.
 MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
     (128, 8, 1536, 2048): {
@@ -18,7 +20,7 @@ MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
         32: DotConfig(64, 128, 4, 5, 1, block_rows=16),
         64: DotConfig(64, 128, 4, 5, 1, block_rows=16),
         256: DotConfig(128, 64, 4, 4, 1, block_rows=32),
-        1024: DotConfig(256, 64, 8, 3, 1, block_rows=128),
+        _ANY: DotConfig(256, 64, 8, 3, 1, block_rows=128),
     },
     (128, 8, 2048, 768): {
         8: DotConfig(128, 128, 8, 3, 1, block_rows=16),
@@ -26,6 +28,8 @@ MEASURED: Mapping[Shape, Mapping[int, DotConfig]] = {
         64: DotConfig(128, 128, 8, 3, 1, block_rows=16),
         256: DotConfig(256, 64, 8, 3, 1, block_rows=32),
         1024: DotConfig(128, 64, 8, 4, 1, block_rows=64),
+        3072: DotConfig(128, 64, 8, 4, 1, block_rows=128),
+        _ANY: DotConfig(128, 64, 8, 4, 1, block_rows=256),
     },
     (64, 6, 2816, 2048): {
         8: DotConfig(128, 128, 8, 3, 1, block_rows=16),
@@ -62,8 +66,6 @@ MEASURED_FP8: Mapping[Shape, Mapping[int, DotConfig]] = {
         1024: DotConfig(128, 128, 4, 4, 1, block_rows=64),
     },
 }
-
-_ANY = 1 << 30  # tokens
 
 # As `MEASURED`, of weights in MXFP4.
 MEASURED_E2M1: Mapping[Shape, Mapping[int, DotConfig]] = {

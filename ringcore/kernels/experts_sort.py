@@ -1,4 +1,9 @@
-"""Tokens sorted by expert, on the device: which pairs of a token and an expert each expert has."""
+"""Tokens sorted by expert, on the device: which pairs of a token and an expert each expert has.
+
+A counting sort, stable, without atomics: nothing depends on the order in which programs run, and nothing is asked for
+on the host. Of few pairs one launch, a program an expert, each of which reads all pairs; of many two, a program a chunk
+of pairs: their counts, then their places behind those of the chunks before.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,8 @@ from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 __all__ = ["SortedPairs", "sort_pairs", "sort_pairs_reference"]
 
 _MAX_BLOCK = 2048
+_MAX_SCANNED = 4096  # pairs that every program reads
+_CHUNK, _AT_ONCE = 256, tl.constexpr(32)
 
 
 class SortedPairs(NamedTuple):
@@ -60,30 +67,102 @@ def _sort_kernel(
             place += tl.sum(is_own)
 
 
-def sort_pairs(experts: torch.Tensor, num_experts: int, first: int = 0) -> SortedPairs:
-    """experts: [num_tokens, k], int32 or int64, contiguous. Of experts `first` to `first` + num_experts.
+@triton.jit
+def _load_experts(experts, pairs, num_pairs, first, num_experts: tl.constexpr):
+    """Of pairs, as indices of this rank's; num_experts where it has not that one."""
+    found = tl.load(experts + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32) - first
+    return tl.where((pairs < num_pairs) & (found >= 0) & (found < num_experts), found, num_experts)
 
-    A counting sort in one launch, stable, without atomics: nothing depends on the order in which programs run, and
-    nothing is asked for on the host.
-    """
-    num_pairs = experts.numel()
+
+@triton.jit(do_not_specialize=["num_pairs", "first"])
+def _count_kernel(
+    experts,  # [num_pairs] int32 or int64
+    counts,  # [num_chunks, num_experts] int32
+    num_pairs,  # int
+    first,  # int
+    num_experts: tl.constexpr,
+    block_experts: tl.constexpr,
+    chunk: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """Program i counts the pairs of each expert in chunk i."""
+    expert = tl.arange(0, block_experts)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    found = tl.zeros([block_experts, _AT_ONCE], tl.int32)
+    for at in tl.static_range(0, chunk, _AT_ONCE):
+        pairs = tl.program_id(0) * chunk + at + tl.arange(0, _AT_ONCE)
+        own = _load_experts(experts, pairs, num_pairs, first, num_experts)
+        found += (own[None, :] == expert[:, None]).to(tl.int32)
+    targets = counts + tl.program_id(0) * num_experts + expert
+    tl.store(targets, tl.sum(found, 1), mask=expert < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_chunks"])
+def _place_kernel(
+    experts,  # [num_pairs] int32 or int64
+    counts,  # [num_chunks, num_experts] int32
+    places,  # [num_chunks, num_experts] int32, written and read by one program
+    order,  # [num_pairs] int32
+    offsets,  # [num_experts + 1] int32
+    num_pairs,  # int
+    first,  # int
+    num_chunks,  # int
+    num_experts: tl.constexpr,
+    block_experts: tl.constexpr,  # more than num_experts
+    chunk: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """Program i places the pairs of chunk i."""
+    own_chunk = tl.program_id(0)
+    expert = tl.arange(0, block_experts)
+    rows = tl.arange(0, _AT_ONCE)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([block_experts], tl.int32)
+    before = tl.zeros([block_experts], tl.int32)
+    for at in range(0, num_chunks, _AT_ONCE):
+        in_bounds = (at + rows < num_chunks)[:, None] & (expert < num_experts)[None, :]
+        tile = tl.load(counts + (at + rows)[:, None] * num_experts + expert[None, :], mask=in_bounds, other=0)
+        total += tl.sum(tile, 0)
+        before += tl.sum(tl.where((at + rows < own_chunk)[:, None], tile, 0), 0)
+    begins = tl.cumsum(total, 0) - total
+    tl.store(offsets + expert, begins, mask=(expert <= num_experts) & (own_chunk == 0))
+    own_places = places + own_chunk * num_experts
+    tl.store(own_places + expert, begins + before, mask=expert < num_experts)
+    tl.debug_barrier()
+    index = tl.arange(0, chunk)
+    own = _load_experts(experts, own_chunk * chunk + index, num_pairs, first, num_experts)
+    is_here = own < num_experts
+    rank = tl.zeros([chunk, _AT_ONCE], tl.int32)
+    for at in tl.static_range(0, chunk, _AT_ONCE):
+        other = at + tl.arange(0, _AT_ONCE)
+        found = _load_experts(experts, own_chunk * chunk + other, num_pairs, first, num_experts)
+        rank += ((found[None, :] == own[:, None]) & (other[None, :] < index[:, None])).to(tl.int32)
+    place = tl.load(own_places + own, mask=is_here, other=0) + tl.sum(rank, 1)
+    tl.store(order + place, own_chunk * chunk + index, mask=is_here)
+
+
+def sort_pairs(experts: torch.Tensor, num_experts: int, first: int = 0) -> SortedPairs:
+    """experts: [num_tokens, k], int32 or int64, contiguous. Of experts `first` to `first` + num_experts."""
+    num_pairs, pdl = experts.numel(), supports_pdl(experts.device)
     assert experts.is_contiguous(), "rows must be contiguous"
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
-    pdl = supports_pdl(experts.device)
-    block = max(16, min(_MAX_BLOCK, triton.next_power_of_2(num_pairs)))
-    _sort_kernel[(num_experts,)](
-        experts,
-        order,
-        offsets,
-        num_pairs,
-        first,
-        num_experts=num_experts,
-        block=block,
-        pdl=pdl,
-        num_warps=4 if block > 256 else 1,
-        **launch_options(pdl),
-    )
+    options = {"num_experts": num_experts, "pdl": pdl, **launch_options(pdl)}
+    if num_pairs <= _MAX_SCANNED:
+        block = max(16, min(_MAX_BLOCK, triton.next_power_of_2(num_pairs)))
+        _sort_kernel[(num_experts,)](
+            *(experts, order, offsets, num_pairs, first), block=block, num_warps=4 if block > 256 else 1, **options
+        )
+        return SortedPairs(order, offsets)
+    num_chunks = triton.cdiv(num_pairs, _CHUNK)
+    counts = torch.empty(2, num_chunks, num_experts, dtype=torch.int32, device=experts.device)
+    options |= {"block_experts": triton.next_power_of_2(num_experts + 1), "chunk": _CHUNK, "num_warps": 4}
+    _count_kernel[(num_chunks,)](experts, counts[0], num_pairs, first, **options)
+    _place_kernel[(num_chunks,)](experts, *counts, order, offsets, num_pairs, first, num_chunks, **options)
     return SortedPairs(order, offsets)
 
 

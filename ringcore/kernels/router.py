@@ -1,8 +1,8 @@
-"""The router of a mixture for few tokens: logits, their softmax or sigmoids, the k largest.
+"""The router of a mixture: logits, their softmax or sigmoids, the k largest.
 
 One token takes one launch (`router_fma`). Of several a launch multiplies tiles of the router's matrix, over a share of
-the inputs each (split-K), and another one adds the partials and chooses, a program a token; of few pairs its last
-program sorts them by expert. Torch's operations would be seven launches.
+the inputs each (split-K), of many cuBLAS; another launch adds the partials and chooses, a program a token, and of few
+pairs its last program sorts them by expert. Torch's operations would be seven launches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ringcore.kernels.experts_configs import MAX_PAIRED_TOKENS
 from ringcore.kernels.experts_sort import SortedPairs
 from ringcore.kernels.router_fma import MAX_INPUTS, choose, route_one_token, scores_of
 
-__all__ = ["MAX_TOKENS", "new_router_counter", "route", "takes_norm"]
+__all__ = ["new_router_counter", "route", "takes_norm"]
 
-MAX_TOKENS = 256  # more take torch's operations, with the matrix product of cuBLAS
+_MAX_SPLIT_TOKENS = 256  # the logits of more are cuBLAS's
 _BLOCK_EXPERTS, _BLOCK_INPUTS = 16, 128
 _MIN_ROWS, _MAX_ROWS = 16, 64  # of a program
 _SPLIT_INPUTS = 512  # of one program, at least
@@ -91,7 +91,7 @@ def _logits_kernel(
 @triton.jit
 def _choose_kernel(
     x,  # of the dtype to which logits are rounded
-    partials,  # [splits, num_tokens, num_experts] float32
+    partials,  # [splits, num_tokens, num_experts], any float dtype
     bias,  # [num_experts], read where has_bias
     correction,  # [num_experts], read where is_corrected
     experts,  # [num_tokens, k] int32
@@ -156,64 +156,80 @@ def route(
 ) -> Routing:
     """As `route_reference` of `kernels.expert_matrices`; of equal scores that of the first expert.
 
-    x: [n, hidden_size], weight: [num_experts, hidden_size], bias and correction: [num_experts]; contiguous, n at most
-    `MAX_TOKENS`. The experts are int32; the pairs of more than `MAX_PAIRED_TOKENS`, if they are few, are sorted.
+    x: [n, hidden_size], weight: [num_experts, hidden_size], bias and correction: [num_experts]; contiguous. The experts
+    are int32; the pairs of more than `MAX_PAIRED_TOKENS`, if they are few, are sorted.
 
     counter: see `new_router_counter`, not shared with what may run at the same time.
     norm: prologue, of what `takes_norm`: gain [hidden_size] and eps; x may have any float dtype, and its norm is not
     rounded before the product.
     """
-    assert len(x) <= MAX_TOKENS, len(x)
+    assert len(x), "no token has no launch"
     assert x.is_contiguous(), "rows must be contiguous"
     assert weight.is_contiguous(), "the matrix must be contiguous"
     if takes_norm(len(x), weight):
         dtype = form.dtype or weight.dtype
         return route_one_token(x, weight, form, dtype, counter=counter, bias=bias, correction=correction, norm=norm)
     assert norm is None, "the norm is a prologue for one token"
-    return _route_few(x, weight, form, counter, bias, correction)
+    if len(x) <= _MAX_SPLIT_TOKENS:
+        return _choose(x, _partials(x, weight), form, counter, bias, correction)
+    dtype = x.dtype if form.rounds_logits else torch.float32
+    logits = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    return _choose(x, logits[None], form, counter, None, correction)
 
 
-def _route_few(
+def _partials(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[splits, num_tokens, num_experts] float32, whose sum are the logits."""
+    (num_tokens, num_inputs), num_experts, pdl = x.shape, len(weight), supports_pdl(x.device)
+    splits = min(8, max(1, num_inputs // _SPLIT_INPUTS))
+    partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
+    block_rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(num_tokens)))
+    _logits_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS), splits, triton.cdiv(num_tokens, block_rows))](
+        *(x, weight, partials, num_tokens),
+        num_experts=num_experts,
+        num_inputs=num_inputs,
+        block_tile=_BLOCK_EXPERTS,
+        block_rows=block_rows,
+        block_inputs=_BLOCK_INPUTS if x.dtype != torch.float32 else _BLOCK_INPUTS // 4,
+        splits=splits,
+        pdl=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return partials
+
+
+def _choose(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    partials: torch.Tensor,
     form: RouterForm,
     counter: torch.Tensor,
     bias: torch.Tensor | None,
     correction: torch.Tensor | None,
 ) -> Routing:
-    (num_tokens, num_inputs), num_experts, k = x.shape, len(weight), form.k
-    splits = min(8, max(1, num_inputs // _SPLIT_INPUTS))
-    partials = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
+    (splits, num_tokens, num_experts), k, pdl = partials.shape, form.k, supports_pdl(x.device)
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_tokens, k, dtype=form.dtype or x.dtype, device=x.device)
     num_pairs, pairs = num_tokens * k, None
     if num_tokens > MAX_PAIRED_TOKENS and num_pairs <= _MAX_SORTED:
         places = torch.empty(num_pairs + num_experts + 1, dtype=torch.int32, device=x.device)
         pairs = SortedPairs(places[:num_pairs], places[num_pairs:])
-    pdl = supports_pdl(x.device)
-    options = {"num_experts": num_experts, "splits": splits, "pdl": pdl, "num_warps": 4, **launch_options(pdl)}
-    block_rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(num_tokens)))
-    _logits_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS), splits, triton.cdiv(num_tokens, block_rows))](
-        *(x, weight, partials, num_tokens),
-        num_inputs=num_inputs,
-        block_tile=_BLOCK_EXPERTS,
-        block_rows=block_rows,
-        block_inputs=_BLOCK_INPUTS if x.dtype != torch.float32 else _BLOCK_INPUTS // 4,
-        **options,
-    )
     _choose_kernel[(num_tokens,)](
-        *(x, partials, weight if bias is None else bias, weight if correction is None else correction),
+        *(x, partials, partials if bias is None else bias, partials if correction is None else correction),
         *(experts, weights, *(pairs or (experts, experts)), counter),
+        num_experts=num_experts,
         k=k,
         block_k=triton.next_power_of_2(k),
         block_experts=2 * triton.next_power_of_2(num_experts),
         block_pairs=0 if pairs is None else max(_SORTED_AT_ONCE.value, triton.next_power_of_2(num_pairs)),
+        splits=splits,
         normalises=form.normalises,
         is_sigmoid=form.is_sigmoid,
         rounds_logits=form.rounds_logits,
         scale=form.scale,
         has_bias=bias is not None,
         is_corrected=correction is not None,
-        **options,
+        pdl=pdl,
+        num_warps=4,
+        **launch_options(pdl),
     )
     return Routing(experts, weights, pairs)

@@ -51,7 +51,7 @@ def _sum(tiles):
 
 @triton.jit
 def scores_of(
-    logits,  # [splits, num_experts] float32, split_stride apart, written by other programs: partials
+    logits,  # [splits, num_experts], split_stride apart, which other programs wrote: partials
     split_stride,
     bias,
     num_experts: tl.constexpr,
@@ -65,7 +65,7 @@ def scores_of(
     found = ()
     for at in tl.static_range(0, num_experts, _LANES):
         is_expert = lane < num_experts - at
-        tile = tl.load(logits + at + lane, mask=is_expert, other=0.0, cache_modifier=".cg")
+        tile = tl.load(logits + at + lane, mask=is_expert, other=0.0, cache_modifier=".cg").to(tl.float32)
         for split in tl.static_range(1, splits):
             part = logits + split * split_stride + at + lane
             tile += tl.load(part, mask=is_expert, other=0.0, cache_modifier=".cg")

@@ -15,7 +15,7 @@ from expert_stacks import stacked_experts
 from test_precompile import run
 
 from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, GptqFormat, InputFormat, Mxfp4Format
-from ringcore.kernels import experts_fma
+from ringcore.kernels import experts_fma, experts_sort
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.experts import experts, new_expert_counters, takes_norm
@@ -98,11 +98,13 @@ class Case:
         assert not counters.any(), "the next launch finds them so"
 
 
+@pytest.mark.parametrize("max_scanned", [0, 4096])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("kind", ROUTINGS)
 @pytest.mark.parametrize(("n", "num_experts", "first"), [(1, 4, 0), (33, 8, 0), (700, 7, 0), (40, 4, 4), (5, 1, 0)])
-def test_pairs_are_sorted_by_expert(device, n, num_experts, first, kind, k):
-    """Also of the experts that one rank has."""
+def test_pairs_are_sorted_by_expert(device, monkeypatch, n, num_experts, first, kind, k, max_scanned):
+    """Also of the experts that one rank has, in one launch and in two."""
+    monkeypatch.setattr(experts_sort, "_MAX_SCANNED", max_scanned)
     chosen = routed(kind, n, max(k, first + num_experts), k, device).experts
     for indices in (chosen, chosen.int()):
         order, offsets = sort_pairs(indices, num_experts, first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ringcore.kernels import router
 from ringcore.kernels.expert_matrices import RouterForm, route_reference
 from ringcore.kernels.experts_sort import sort_pairs_reference
 from ringcore.kernels.router import new_router_counter, route, takes_norm
@@ -65,6 +66,14 @@ def test_one_token_that_is_not_finite_has_experts(device, is_sigmoid):
 @pytest.mark.parametrize("num_inputs", [1024, 1100])
 def test_partials_of_several_programs_are_added(device, num_inputs):
     check(randn(device, 70, num_inputs) / 32, randn(device, 24, num_inputs, seed=1), 4)
+
+
+@pytest.mark.parametrize("rounds_logits", [True, False])
+def test_logits_of_many_tokens_are_a_matrix_product(device, monkeypatch, rounds_logits):
+    monkeypatch.setattr(router, "_MAX_SPLIT_TOKENS", 8)
+    x, weight = randn(device, 9, 64).half(), randn(device, 40, 64, seed=1).half()
+    bias = randn(device, 40, seed=2).half()
+    check(x, weight, 4, bias=bias, rounds_logits=rounds_logits, dtype=torch.float32)
 
 
 def test_of_equal_probabilities_the_first_experts(device):

@@ -57,16 +57,16 @@ class Router(WeightedLayer):
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         self._weight = tensors.pop(self._declared.name)
-        self._max_routed = 0  # tokens that the kernel takes
-        if ops.has_kernels(self._weight.device):
+        self._has_kernels = ops.has_kernels(self._weight.device)
+        if self._has_kernels:
             from ringcore.kernels import router
 
-            self._route, self._max_routed, self._takes_norm = router.route, router.MAX_TOKENS, router.takes_norm
+            self._route, self._takes_norm = router.route, router.takes_norm
             self._counter = router.new_router_counter(self._weight.device)
 
     def __call__(self, x: NormedRows) -> Routing:
         """x: [n, hidden_size]."""
-        if len(x) > self._max_routed:
+        if not self._has_kernels:
             return self._route_any(x.rows, self._weight)
         rows, norm = x.stream if self._takes_norm(len(x), self._weight) else (x.rows, None)
         return self._route(rows, self._weight, self._form, counter=self._counter, norm=norm)

@@ -30,9 +30,6 @@ class BoundMixture:
     def __init__(self, router: FusedRouter, experts: BoundExperts, shared: nn.Module | None) -> None:
         self._router, self._experts, self._shared = router, experts, shared
 
-    def takes(self, num_tokens: int) -> bool:
-        return num_tokens <= self._router.max_tokens
-
     def add_to(self, stream: Residual, x: NormedRows) -> None:
         """stream [n, hidden_size] += the mixture of x [n, hidden_size]."""
         if self._shared is not None:  # it reads them after the stream has changed

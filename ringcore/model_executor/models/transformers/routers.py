@@ -61,20 +61,20 @@ class Routers:
 
 
 class FusedRouter:
-    """In the place of a module's `forward`: more tokens than the kernel takes are its own."""
+    """In the place of a module's `forward`: rows of another dtype than its matrix are its own."""
 
     def __init__(self, module: Any, form: RouterForm) -> None:
         from ringcore.kernels import router
 
         self._module, self._form, self._own = module, form, module.forward
-        self._route, self.max_tokens, self._takes_norm = router.route, router.MAX_TOKENS, router.takes_norm
+        self._route, self._takes_norm = router.route, router.takes_norm
         self._counter = router.new_router_counter(module.weight.device)
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """hidden_states: [..., hidden_size] -> None, which nothing reads, and [num_tokens, k] twice."""
         weight: torch.Tensor = self._module.weight
         rows = hidden_states.reshape(-1, weight.shape[1])
-        if len(rows) > self.max_tokens or rows.dtype != self.dtype:
+        if rows.dtype != self.dtype:
             own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._own(hidden_states)
             return own
         routing = self.routing(NormedRows(Residual(rows.contiguous())))
@@ -87,7 +87,7 @@ class FusedRouter:
         return weight.dtype
 
     def routing(self, x: NormedRows) -> Routing:
-        """x: [n, hidden_size] of `dtype`, n at most `max_tokens`."""
+        """x: [n, hidden_size] of `dtype`."""
         weight, vectors = self._module.weight, _vectors(self._module)
         rows, norm = x.stream if self._takes_norm(len(x), weight) else (x.rows, None)
         return self._route(

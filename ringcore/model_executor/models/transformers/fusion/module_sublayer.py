@@ -66,7 +66,7 @@ class ModuleSublayer(Sublayer):
     def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
         """By the `BoundMixture` of a module that has one."""
         mixture = vars(self._module).get("ringcore")
-        if mixture is not None and mixture.takes(len(hidden)):
+        if mixture is not None:
             mixture.add_to(stream, NormedRows(hidden, norm))
         else:
             super().add_to(stream, norm, hidden, inputs)
