@@ -11,9 +11,9 @@ A row's block table where no token sees the first two blocks any more (0 is the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from itertools import chain, compress
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -74,13 +74,11 @@ class GroupManager(ABC):
 
     # What differs between kinds of attention.
 
+    has_all_slots_at_start: ClassVar[bool]  # whether a row starts with slots for all known tokens, or its first step's
+
     @abstractmethod
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Leading blocks that no token from position `num_computed_tokens` on attends to."""
-
-    @abstractmethod
-    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
-        """Whether a request whose first hashes these are, at least those of its first block, may hit any block."""
 
     @abstractmethod
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
@@ -95,10 +93,6 @@ class GroupManager(ABC):
         self, ids: np.ndarray, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks
     ) -> np.ndarray:
         """`find` for a smaller limit, given its result `ids` for a larger one."""
-
-    @abstractmethod
-    def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Slots to allocate when a row starts, with num_tokens known and the first step ending at num_tokens_now."""
 
     # Block tables.
 
@@ -117,8 +111,9 @@ class GroupManager(ABC):
         return live
 
     def num_new_at_start(self, num_tokens: int, num_tokens_now: int, num_cached: int) -> int:
-        """Blocks to allocate after `num_cached` ones of a prefix; the rest as `num_slots_at_start`."""
-        num_slots = self.num_slots_at_start(num_tokens, num_tokens_now)
+        """Blocks to allocate when a row starts after `num_cached` ones of a prefix, with num_tokens known and its first
+        step ending at num_tokens_now."""
+        num_slots = num_tokens if self.has_all_slots_at_start else num_tokens_now
         return max(-(-num_slots // self.block_size) - num_cached, 0)
 
     def start(self, rows: np.ndarray, prefix_ids: Sequence[list[int]], num_new: np.ndarray) -> None:
@@ -179,28 +174,13 @@ class GroupManager(ABC):
             at_rows, at_blocks, ids = at_rows[is_held], at_blocks[is_held], ids[is_held]
         # Also written for a duplicate block, where no lookup reads them.
         self._blocks[ids] = self._blocks_of(token_ids)[at_rows, at_blocks]
-        spans = zip(rows.tolist(), first.tolist(), end.tolist(), users, strict=True)
+        spans = list(zip(rows.tolist(), first.tolist(), end.tolist(), users, strict=True))
         if self.unhashed is not None:
-            self._publish_unhashed(self.unhashed, token_ids, ids, spans)
+            self.unhashed.publish(spans, token_ids, ids)
         else:
             names = chain.from_iterable(self._block_hashes(user.block_hashes, a, b) for _, a, b, user in spans)
             self._pool.cache(self.index, ids, [*compress(names, is_held)])
         self.num_published[rows] = end
-
-    def _publish_unhashed(
-        self,
-        unhashed: UnhashedBlocks,
-        token_ids: np.ndarray,
-        ids: np.ndarray,
-        spans: Iterable[tuple[int, int, int, CacheUser]],
-    ) -> None:
-        """ids: one row after the other. spans: of each the row, the first and the last block, and the user."""
-        stamps, at = self._pool.stamp(ids), 0
-        for row, begin, end, user in spans:
-            if end > begin:
-                part = slice(at, at + end - begin)
-                unhashed.publish(row, user, token_ids[row], begin, ids[part], stamps[part])
-                at += end - begin
 
     def tokens_of(self, ids: np.ndarray) -> np.ndarray:
         """The tokens of cached blocks: [n, block_size] int32."""
