@@ -63,7 +63,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_empty + len(self._evictable)
+        return self._num_empty + self._evictable.num
 
     @property
     def num_cached_blocks(self) -> int:
@@ -232,7 +232,7 @@ class BlockPool:
 
     def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        empty, evictable = self._stack[: self._num_empty].tolist(), self._evictable.first(len(self._evictable)).tolist()
+        empty, evictable = self._stack[: self._num_empty].tolist(), self._evictable.first(self._evictable.num).tolist()
         free = {*empty, *evictable}
         assert len(free) == len(empty) + len(evictable), "a block is free twice"
         assert 0 not in free | ref_counts.keys(), "the null block is allocated"

@@ -96,9 +96,11 @@ class GroupManager(ABC):
 
     # Block tables.
 
-    def table(self, row: int) -> np.ndarray:
-        """The row's block table: [num_blocks] int32, 0 before the sliding window. A copy."""
-        return self._tables[row, : self.num_blocks[row]].copy()
+    def tables(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The block table of each row: [num_blocks] int32, 0 before the sliding window. Copies."""
+        counts = self.num_blocks[rows].tolist()
+        tables = self._tables[rows, : max(counts)]
+        return [table[:count] for table, count in zip(tables, counts, strict=True)]
 
     def live_blocks(self, row: int) -> np.ndarray:
         """The blocks that the row holds, in order, without null blocks. [n] int64."""

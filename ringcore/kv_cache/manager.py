@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from functools import reduce
+from functools import lru_cache, reduce
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.kv_cache.stored_prefix import StoredPrefixes
 
 __all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
+
+_NUM_KEPT = 1024  # lengths of requests whose blocks are counted once
 
 
 class KVCacheManager:
@@ -70,6 +72,7 @@ class KVCacheManager:
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
         self._block_size = np.array(sizes[0])  # an array: numpy converts a Python number in each call
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
+        self._blocks_needed = lru_cache(_NUM_KEPT)(config.blocks_needed)
         self._users: dict[int, CacheUser] = {}  # by row in use
         # Rows that start, with their prefixes, and by group the blocks to allocate for each.
         self._reserved: list[tuple[int, CachedPrefix, list[int]]] = []
@@ -106,7 +109,7 @@ class KVCacheManager:
 
     def blocks_needed(self, num_tokens: int) -> int:
         """The most blocks that one request holds until it has `num_tokens` tokens."""
-        return self.config.blocks_needed(num_tokens)
+        return self._blocks_needed(num_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether one request of so many tokens fits into the empty cache."""
@@ -131,7 +134,7 @@ class KVCacheManager:
         return self._num_to_allocate(num_tokens, prefix.held_block_ids())
 
     def _num_to_allocate(self, num_tokens: int, in_prefix: np.ndarray) -> int:
-        return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unreferenced(in_prefix)
+        return self._blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unreferenced(in_prefix)
 
     # Rows.
 
@@ -148,7 +151,7 @@ class KVCacheManager:
             if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
                 return False
             self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
-        elif self.blocks_needed(num_tokens) > self.num_free_blocks:
+        elif self._blocks_needed(num_tokens) > self.num_free_blocks:
             return False
         num_new = [
             group.num_new_at_start(num_tokens, num_tokens_now, len(ids))
@@ -176,7 +179,12 @@ class KVCacheManager:
 
     def block_ids(self, row: int) -> list[np.ndarray]:
         """By group the row's block table, [num_blocks] int32, 0 before the sliding window. A copy."""
-        return [group.table(row) for group in self._groups]
+        return self.block_ids_of(np.array([row]))[0]
+
+    def block_ids_of(self, rows: np.ndarray) -> list[list[np.ndarray]]:
+        """`block_ids` of these rows [n]."""
+        by_group = [group.tables(rows) for group in self._groups]
+        return list(map(list, zip(*by_group, strict=True)))
 
     def num_unshared_blocks(self, row: int, prefix: CachedPrefix | None = None) -> int:
         """The blocks that `free` would make free: those with no other reference, and not in `prefix`."""

@@ -48,11 +48,10 @@ class StepResults(NamedTuple):
             for request, (_, message) in zip(requests, self.failed, strict=True)
         ]
         indices = []
-        of_candidates = running.known[self.positions][candidates].tolist()
-        for index, row, num_known in zip(candidates, self.rows[candidates].tolist(), of_candidates, strict=True):
+        rows, known = self.rows[candidates].tolist(), running.known[self.positions][candidates].tolist()
+        for index, row, num_known in zip(candidates, rows, known, strict=True):
             request = running.request_in(row)
-            last = self._last_output(index, request, num_known)
-            if last is not None:
+            if (last := self._last_output(index, request, num_known)) is not None:
                 indices.append(index)
                 requests.append(request)
                 outputs.append(last)

@@ -103,34 +103,24 @@ class RunningTable:
         -> the run of the first; those of the others follow."""
         first, begin, end = self._num_runs, self.num, self.num + len(requests)
         self._num_runs += len(requests)
-        lengths = [len(request.tokens) for request in requests]
-        limits = [request.max_total_tokens for request in requests]
-        columns = (
-            rows,
-            range(first, self._num_runs),
-            lengths,
-            computed,
-            computed,
-            lengths,
-            [row * self._stride + length for row, length in zip(rows, lengths, strict=True)],
-            [-1] * len(requests),
-            capacity,
-            limits,
-            [request.max_gain for request in requests],
-            [request.priority for request in requests],
-            [request.sequence for request in requests],
-        )
-        self._matrix = np.concatenate((self._matrix, np.array(columns)), axis=1)
-        for row, length, request in zip(rows, lengths, requests, strict=True):
-            self.token_ids[row, :length] = request.tokens
-            self.requests[row] = request
-        at = list(rows)
-        self._positions[at], self._runs[at] = np.arange(begin, end), np.arange(first, self._num_runs)
-        room = min(limit - length for limit, length in zip(limits, lengths, strict=True))
-        self.min_room = min(self.min_room, room) if self.num else 0
-        self.has_drafts |= any(request.max_gain > 1 for request in requests)
+        added = [
+            (row, run, length := len(one.tokens), done, done, length, row * self._stride + length, -1)
+            + (slots, one.max_total_tokens, one.max_gain, one.priority, one.sequence)
+            for run, (one, row, done, slots) in enumerate(
+                zip(requests, rows, computed, capacity.tolist(), strict=True), first
+            )
+        ]
+        self._matrix = np.concatenate((self._matrix, np.array(added).T.copy()), axis=1)
         self.num = end
         self._changed()
+        at = self.row[begin:]
+        self._positions[at], self._runs[at] = np.arange(begin, end), self.run[begin:]
+        for row, request in zip(rows, requests, strict=True):
+            self.token_ids[row, : len(request.tokens)] = request.tokens
+            self.requests[row] = request
+        room = int((self.max_total[begin:] - self.total[begin:]).min())
+        self.min_room = min(self.min_room, room) if begin else 0
+        self.has_drafts |= bool((self.max_gain[begin:] > 1).any())
         return first
 
     def remove(self, positions: list[int]) -> None:

@@ -81,13 +81,14 @@ class Starter:
 
     def start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
         """Starts a request that is not in the queue; False, and nothing changed, if too few blocks are free."""
-        is_started = self._start(request, prefix, plan)
+        num_tokens = self._max_chunk_tokens(len(request.tokens) - prefix.num_computed_tokens)
+        is_started = self._start(request, prefix, num_tokens, plan)
         self._finish_starts(plan)
         return is_started
 
-    def _start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
-        num_left = len(request.tokens) - prefix.num_computed_tokens
-        num_tokens = min(self._max_chunk_tokens(num_left), plan.token_budget)
+    def _start(self, request: Request, prefix: CachedPrefix, num_tokens: int, plan: StepPlan) -> bool:
+        """num_tokens: those that it computes, if the budget has so many."""
+        num_tokens = min(num_tokens, plan.token_budget)
         if not self._running.start(request, prefix, num_tokens):
             return False
         plan.add_new(num_tokens)
@@ -120,8 +121,8 @@ class Starter:
         return not passed or (len(passed) <= limit and all(request.num_times_passed < limit for request in passed))
 
     def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
-        kv_cache = self._running.kv_cache
-        prefix = self._find_cached_prefix(request)
+        kv_cache, needs_whole_prompt = self._running.kv_cache, request.needs_whole_prompt
+        prefix = kv_cache.no_prefix() if needs_whole_prompt else kv_cache.find_cached_prefix(request)
         if prefix.is_awaited:
             self.may_start = True  # every step result may publish more of it
             return False
@@ -131,9 +132,9 @@ class Starter:
         if not is_worth_starting(plan, num_tokens, self._config.token_budget):
             self.may_start = True
             return False
-        if not self._start(request, prefix, plan):
+        if not self._start(request, prefix, num_tokens, plan):
             return False
-        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.needs_whole_prompt:
+        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not needs_whole_prompt:
             self.num_prefix_hit_tokens += prefix.num_computed_tokens
             self.num_prefix_query_tokens += len(request.tokens)
         return True
