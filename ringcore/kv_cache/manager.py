@@ -148,10 +148,10 @@ class KVCacheManager:
         assert row not in self._users, f"row {row} is in use"
         if prefix.num_cached_tokens:
             in_prefix = prefix.held_block_ids()
-            if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
+            if self._num_to_allocate(num_tokens, in_prefix) > self._pool.num_free_blocks - self._num_reserved:
                 return False
             self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
-        elif self._blocks_needed(num_tokens) > self.num_free_blocks:
+        elif self._blocks_needed(num_tokens) > self._pool.num_free_blocks - self._num_reserved:
             return False
         num_new = [
             group.num_new_at_start(num_tokens, num_tokens_now, len(ids))

@@ -62,15 +62,18 @@ class UnhashedBlocks:
         stamps, at = self._pool.stamp(ids), 0
         prompts, others = [], []
         for row, begin, end, user in spans:
-            own = slice(at, at := at + end - begin)
-            is_prompt = begin == 0 and len(user.block_hashes) == 1  # which nothing shares, as most do not
-            (prompts if is_prompt else others).append((row, begin, user, own))
+            if begin == 0 and len(user.block_hashes) == 1:  # a prompt that shares nothing, as most do
+                prompts.append((row, user, at, at + end))
+            else:
+                others.append((row, user, begin, slice(at, at + end - begin)))
+            at += end - begin
         if prompts:
-            first_ids = ids[[own.start for *_, own in prompts]]
-            are_new = self._pool.name(first_ids, [user.block_hashes[0] for _, _, user, _ in prompts])
-            for (row, _, user, own), is_new in zip(prompts, are_new, strict=True):
-                self._go_on(row, user, token_ids, 1, ids[own][1:], stamps[own][1:], is_new)
-        for row, begin, user, own in others:
+            first_ids = ids[[first for _, _, first, _ in prompts]]
+            are_new = self._pool.name(first_ids, [user.block_hashes[0] for _, user, _, _ in prompts])
+            for (row, user, first, end), is_new in zip(prompts, are_new, strict=True):
+                rest = slice(first + 1, end)
+                self._go_on(row, user, token_ids, 1, ids[rest], stamps[rest], is_new)
+        for row, user, begin, own in others:
             self._publish(row, user, token_ids, begin, ids[own], stamps[own])
 
     def _publish(

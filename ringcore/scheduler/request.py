@@ -47,6 +47,7 @@ class Request:
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "needs_whole_prompt",
         "num_times_passed",
         "num_tokens_to_hold",
         "num_tokens_when_preempted",
@@ -90,6 +91,10 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.tokens = tokens  # [n] int32: the prompt, then the tokens generated before its last preemption
+        # Whether every position of its prompt must be computed, for prompt logprobs or the mean of its hidden states:
+        # these come with its first sampled token.
+        params = request.sampling_params
+        self.needs_whole_prompt = params.prompt_logprobs is not None or params.pooling == "mean"
         self.num_tokens_to_hold = len(tokens)  # it is admitted when slots for so many are free
         self.num_times_passed = 0  # skip-ahead: later requests that started while it lacked blocks
 
@@ -121,6 +126,7 @@ class Request:
         preempted again and again before the first of them is known. The last token of all needs no slot.
         """
         self.tokens = tokens
+        self.needs_whole_prompt &= len(tokens) == self.num_prompt_tokens
         num_tokens = min(num_total_tokens, self.max_total_tokens - 1)
         self.num_tokens_to_hold = max(self.num_tokens_to_hold, num_tokens)
         self.num_tokens_when_preempted = num_computed_tokens
@@ -153,14 +159,6 @@ class Request:
             return "length", None
         return None, None
 
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether every position of its prompt must be computed, for prompt logprobs or the mean of its hidden states:
-        these come with its first sampled token."""
-        params = self.sampling_params
-        is_asked = params.prompt_logprobs is not None or params.pooling == "mean"
-        return is_asked and len(self.tokens) == self.num_prompt_tokens
-
     def to_started(self) -> StartedRequest:
         """The message to the front end that the request has started in its row."""
         assert self.row is not None
@@ -180,19 +178,9 @@ class Request:
         prompt_logprobs: PromptLogprobs | None = None,
         pooled: PooledPrompt | None = None,
     ) -> EngineCoreOutput:
-        return EngineCoreOutput(
-            request_id=self.request_id,
-            new_token_ids=new_token_ids,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=self.num_cached_tokens,
-            first_scheduled_s=self.first_scheduled_s,
-            num_preemptions=self.num_preemptions,
-            error=error,
-            prompt_logprobs=prompt_logprobs,
-            pooled=pooled,
-        )
+        ending, of_prompt = (finish_reason, stop_reason), (prompt_logprobs, pooled)
+        counts = self.num_cached_tokens, self.first_scheduled_s, self.num_preemptions
+        return EngineCoreOutput(self.request_id, new_token_ids, logprobs, *ending, *counts, error, *of_prompt)
 
     def check(self) -> None:
         """Asserts the invariants of an unfinished request between two operations of the scheduler."""

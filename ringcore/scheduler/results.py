@@ -49,9 +49,10 @@ class StepResults(NamedTuple):
         ]
         indices = []
         rows, known = self.rows[candidates].tolist(), running.known[self.positions][candidates].tolist()
-        for index, row, num_known in zip(candidates, rows, known, strict=True):
+        new = self.spans.lists_of(candidates, self.token_ids)
+        for index, row, num_known, token_ids in zip(candidates, rows, known, new, strict=True):
             request = running.request_in(row)
-            if (last := self._last_output(index, request, num_known)) is not None:
+            if (last := self._last_output(index, request, num_known, token_ids)) is not None:
                 indices.append(index)
                 requests.append(request)
                 outputs.append(last)
@@ -68,9 +69,10 @@ class StepResults(NamedTuple):
             candidates.update(np.flatnonzero(full).tolist())
         return sorted(candidates)
 
-    def _last_output(self, index: int, request: Request, num_known: int) -> EngineCoreOutput | None:
+    def _last_output(
+        self, index: int, request: Request, num_known: int, token_ids: list[int]
+    ) -> EngineCoreOutput | None:
         """The last output of a request that one of its new tokens completes; None if it continues."""
-        token_ids = self.token_ids[self.spans.slice_of(index)].tolist()
         # Without stop tokens only its length ends it, and no step samples past that.
         first = 1 if request.stop_token_ids else len(token_ids)
         for count in range(first, len(token_ids) + 1):
@@ -118,18 +120,36 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
     """Confirms the tokens that the step computed, and appends those that it sampled; drops results of requests that
     were preempted or ended since."""
     spans = RowSpans(step.num_steps, output.num_gained)
-    if step.version == running.version and step.samples is None and output.rows is None and not output.row_errors:
-        _check_tokens(step, output, spans, step.max_gained, running.num)
-        if step.max_gained is None and spans.counts is None:
-            running.append_to_all(output.token_ids, step.num_steps)
-        else:
-            running.confirmed += step.num_steps
-            if step.max_gained is not None:
-                running.confirm_gains(_ALL, step.max_gained, spans.per_row)
-            running.append_tokens(_ALL, output.token_ids, spans)
-        prompts = output.prompt_logprobs, output.pooled
-        return StepResults(_ALL, step.rows, output.token_ids, spans, output.logprobs, [], *prompts)
+    is_whole = step.samples is None and output.rows is None and not output.row_errors
+    if is_whole and step.version == running.version:
+        return _apply_whole(step, output, spans, _ALL, running)
     positions = running.positions_of_runs(step.rows, step.runs)
+    if is_whole and (positions >= 0).all():
+        return _apply_whole(step, output, spans, positions, running)
+    return _apply_part(step, output, spans, positions, running)
+
+
+def _apply_whole(
+    step: StepInFlight, output: ModelRunnerOutput, spans: RowSpans, positions: np.ndarray | slice, running: RunningTable
+) -> StepResults:
+    """Every row of the step still runs, and has sampled. positions [n]: of the rows, or the slice of all."""
+    _check_tokens(step, output, spans, step.max_gained, len(step.rows))
+    if positions is _ALL and step.counts is None and step.max_gained is None and spans.counts is None:
+        running.append_to_all(output.token_ids, step.num_steps)
+    else:
+        running.confirmed[positions] += step.num_steps if step.counts is None else step.counts
+        if step.max_gained is not None:
+            running.confirm_gains(positions, step.max_gained, spans.per_row)
+        running.append_tokens(positions, output.token_ids, spans)
+    prompts = output.prompt_logprobs, output.pooled
+    return StepResults(positions, step.rows, output.token_ids, spans, output.logprobs, [], *prompts)
+
+
+def _apply_part(
+    step: StepInFlight, output: ModelRunnerOutput, spans: RowSpans, positions: np.ndarray, running: RunningTable
+) -> StepResults:
+    """Some rows of the step have ended, failed, or have more of their prompt to compute. positions [n]: -1 of those
+    that have ended."""
     alive = positions >= 0
     messages = {error.row: error.message for error in output.row_errors}
     erring = np.isin(step.rows, [*messages]) if messages else np.zeros(len(step.rows), bool)

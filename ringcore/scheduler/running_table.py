@@ -115,8 +115,8 @@ class RunningTable:
         self._changed()
         at = self.row[begin:]
         self._positions[at], self._runs[at] = np.arange(begin, end), self.run[begin:]
-        for row, request in zip(rows, requests, strict=True):
-            self.token_ids[row, : len(request.tokens)] = request.tokens
+        for end_at, row, request in zip(self.end[begin:].tolist(), rows, requests, strict=True):
+            self._all_token_ids[end_at - len(request.tokens) : end_at] = request.tokens
             self.requests[row] = request
         room = int((self.max_total[begin:] - self.total[begin:]).min())
         self.min_room = min(self.min_room, room) if begin else 0

@@ -344,10 +344,12 @@ class Scheduler:
         """Ends these requests, running or waiting."""
         self._running.stop([request for request in requests if request.status is RequestStatus.RUNNING])
         for request in requests:
-            if request in self._waiting:
-                self._waiting.remove(request.request_id)
-            self._quarantine.discard(request)
-            self.loading.discard(request)
+            if request.status is not RequestStatus.RUNNING:
+                if request in self._waiting:
+                    self._waiting.remove(request.request_id)
+                self.loading.discard(request)
+            if self._quarantine:
+                self._quarantine.discard(request)
             request.finish()
             del self._requests[request.request_id]
             self._starter.may_start = True

@@ -64,7 +64,7 @@ class Starter:
             return
         self._running.publish()
         passed: list[Request] = []
-        while self._waiting and self._running.has_free_row and self._may_skip_ahead(passed):
+        while self._waiting and self._running.has_free_row and (not passed or self._may_skip_ahead(passed)):
             if plan.token_budget == 0:
                 self.may_start = True
                 break
@@ -117,12 +117,13 @@ class Starter:
         return started
 
     def _may_skip_ahead(self, passed: Sequence[Request]) -> bool:
+        """passed: those that were tried and cannot start, at least one."""
         limit = self._config.max_skip_ahead
-        return not passed or (len(passed) <= limit and all(request.num_times_passed < limit for request in passed))
+        return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
 
     def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
-        kv_cache, needs_whole_prompt = self._running.kv_cache, request.needs_whole_prompt
-        prefix = kv_cache.no_prefix() if needs_whole_prompt else kv_cache.find_cached_prefix(request)
+        kv_cache = self._running.kv_cache
+        prefix = self._find_cached_prefix(request)
         if prefix.is_awaited:
             self.may_start = True  # every step result may publish more of it
             return False
@@ -134,7 +135,7 @@ class Starter:
             return False
         if not self._start(request, prefix, num_tokens, plan):
             return False
-        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not needs_whole_prompt:
+        if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.needs_whole_prompt:
             self.num_prefix_hit_tokens += prefix.num_computed_tokens
             self.num_prefix_query_tokens += len(request.tokens)
         return True
