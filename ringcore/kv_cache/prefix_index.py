@@ -53,9 +53,9 @@ class PrefixIndex:
 
     # Waiting requests.
 
-    def no_prefix(self, is_awaited: bool = False) -> CachedPrefix:
+    def no_prefix(self) -> CachedPrefix:
         """A miss: the request computes all of its tokens."""
-        return self._misses[is_awaited]
+        return self._misses[False]
 
     def find(self, request: CacheUser, before_lookup: Callable[[], None]) -> CachedPrefix:
         """The longest prefix that every group has. before_lookup: called unless nothing can be found."""
@@ -64,10 +64,11 @@ class PrefixIndex:
         if not limit:
             return self.no_prefix()
         hashes = request.block_hashes
-        self._hash(request, step)
+        if len(hashes) < step:
+            self._hash(request, step)
         for at, cached in self._first_blocks:
             if hashes[at] not in cached:
-                return self.no_prefix(self._awaited.has(hashes[step - 1 : step]))
+                return self._misses[self._awaited.has(hashes[step - 1 : step])]
         before_lookup()
         self._hash(request, limit // self._hasher.block_size)
         found = find_longest_prefix(self._groups, hashes, request.tokens, limit, self.span, self._pool)
@@ -79,8 +80,7 @@ class PrefixIndex:
         )
 
     def _hash(self, request: CacheUser, num_hashes: int) -> None:
-        if len(request.block_hashes) < num_hashes:
-            self._hasher.extend(request.block_hashes, request.tokens, num_hashes, request.extra_keys)
+        self._hasher.extend(request.block_hashes, request.tokens, num_hashes, request.extra_keys)
 
     # Rows.
 
@@ -92,7 +92,8 @@ class PrefixIndex:
     def _span_name(self, request: CacheUser, span: int) -> bytes:
         """The hash at the end of this span, of tokens that the request had when it started."""
         end = (span + 1) * self._hashes_per_span
-        self._hash(request, end)
+        if len(request.block_hashes) < end:
+            self._hash(request, end)
         return request.block_hashes[end - 1]
 
     def publish(

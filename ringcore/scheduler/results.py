@@ -81,11 +81,11 @@ class StepResults(NamedTuple):
             if finish_reason is not None:
                 return request.to_output(
                     token_ids[:count],
-                    logprobs=self._logprobs_of(index, count),
+                    logprobs=None if self.logprobs is None else self._logprobs_of(self.logprobs, index, count),
                     finish_reason=finish_reason,
                     stop_reason=stop_reason,
-                    prompt_logprobs=_of_row(self.prompt_logprobs, request.row),
-                    pooled=_of_row(self.pooled, request.row),
+                    prompt_logprobs=_of_row(self.prompt_logprobs, request.row) if self.prompt_logprobs else None,
+                    pooled=_of_row(self.pooled, request.row) if self.pooled else None,
                 )
         return None
 
@@ -99,11 +99,11 @@ class StepResults(NamedTuple):
             [one for one in self.pooled if id(one) not in reported],
         )
 
-    def _logprobs_of(self, index: int, num_tokens: int) -> list[TokenLogprobs] | None:
+    def _logprobs_of(
+        self, logprobs: list[TokenLogprobs | None], index: int, num_tokens: int
+    ) -> list[TokenLogprobs] | None:
         """The logprobs of the first num_tokens tokens of one request, if it asked for any."""
-        if self.logprobs is None:
-            return None
-        of_row = self.logprobs[self.spans.slice_of(index)]
+        of_row = logprobs[self.spans.slice_of(index)]
         return [one for one in of_row[:num_tokens] if one is not None] or None
 
     def without(self, indices: list[int]) -> StepResults:
@@ -174,7 +174,7 @@ def _apply_part(
 
 
 def _of_row(found: list[_OfPrompt], row: int | None) -> _OfPrompt | None:
-    return next((one for one in found if one.row == row), None) if found else None
+    return next((one for one in found if one.row == row), None)
 
 
 def _kept(

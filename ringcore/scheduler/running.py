@@ -71,11 +71,11 @@ class RunningRequests:
         if not requests:
             return
         table = self.table
-        positions = [table.position_of(request) for request in requests]
-        rows = table.row[positions]
+        freed = [request.row for request in requests if request.row is not None]
+        rows = np.array(freed)
+        positions = table.positions_of(rows)
         self.kv_cache.publish(rows, table.token_ids, table.confirmed[positions])
         self.kv_cache.free_rows(rows)
-        freed = rows.tolist()
         for request, row in zip(requests, freed, strict=True):
             if request.stop_token_ids:
                 self.stop_tokens.remove(request.stop_token_ids)

@@ -123,15 +123,15 @@ class RunningTable:
         self.has_drafts |= bool((self.max_gain[begin:] > 1).any())
         return first
 
-    def remove(self, positions: list[int]) -> None:
-        """Removes these; the others keep their order."""
+    def remove(self, positions: np.ndarray) -> None:
+        """Removes these [n]; the others keep their order."""
         keep = np.ones(self.num, dtype=bool)
         keep[positions] = False
         left = self.row[~keep]
         self._runs[left] = -1
         for row in left.tolist():
             self.requests[row] = None
-        begin, num = min(positions), self.num - len(positions)
+        begin, num = int(positions.min()), self.num - len(positions)
         self._matrix = self._matrix.compress(keep, axis=1)  # contiguous, which an index does not promise
         self.num = num
         self._changed()
@@ -171,6 +171,11 @@ class RunningTable:
     def position_of(self, request: Request) -> int:
         assert request.row is not None
         return int(self._positions[request.row])
+
+    def positions_of(self, rows: np.ndarray) -> np.ndarray:
+        """[n] int64: of rows in use."""
+        positions: np.ndarray = self._positions[rows]
+        return positions
 
     def request_at(self, position: int) -> Request:
         return self.request_in(int(self.row[position]))
