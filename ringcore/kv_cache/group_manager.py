@@ -112,15 +112,22 @@ class GroupManager(ABC):
         live: np.ndarray = tables[tables != 0].astype(np.int64)
         return live
 
-    def num_new_at_start(self, num_tokens: int, num_tokens_now: int, num_cached: int) -> int:
+    def num_new_at_start(
+        self, num_tokens: np.ndarray | int, num_tokens_now: np.ndarray | int, num_cached: np.ndarray | int
+    ) -> np.ndarray:
         """Blocks to allocate when a row starts after `num_cached` ones of a prefix, with num_tokens known and its first
-        step ending at num_tokens_now."""
+        step ending at num_tokens_now. Of one row, or of several, [n] each."""
         num_slots = num_tokens if self.has_all_slots_at_start else num_tokens_now
-        return max(-(-num_slots // self.block_size) - num_cached, 0)
+        num_new: np.ndarray = np.maximum(-(-num_slots // self.block_size) - num_cached, 0)
+        return num_new
 
-    def start(self, rows: np.ndarray, prefix_ids: Sequence[list[int]], num_new: np.ndarray) -> None:
-        """Fills the tables of unused rows: prefix blocks, which the caller has touched, then num_new[i] new ones."""
+    def start(
+        self, rows: np.ndarray, prefix_ids: Sequence[list[int]], num_tokens: np.ndarray, num_tokens_now: np.ndarray
+    ) -> None:
+        """Fills the tables of unused rows: prefix blocks, which the caller has touched, then new ones, as many as
+        `num_new_at_start`."""
         num_cached = np.fromiter(map(len, prefix_ids), np.int64, len(prefix_ids))
+        num_new = self.num_new_at_start(num_tokens, num_tokens_now, num_cached)
         for row, ids in zip(rows.tolist(), prefix_ids, strict=True):
             if ids:
                 self._tables[row, : len(ids)] = ids

@@ -74,8 +74,8 @@ class KVCacheManager:
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
         self._blocks_needed = lru_cache(_NUM_KEPT)(config.blocks_needed)
         self._users: dict[int, CacheUser] = {}  # by row in use
-        # Rows that start, with their prefixes, and by group the blocks to allocate for each.
-        self._reserved: list[tuple[int, CachedPrefix, list[int]]] = []
+        # Rows that start, with their prefixes, their tokens, and those at the end of their first steps.
+        self._reserved: list[tuple[int, CachedPrefix, int, int]] = []
         self._num_reserved = 0
         # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it next
         # has a block to publish, and one to free.
@@ -146,19 +146,22 @@ class KVCacheManager:
         its first step ends. The full blocks of known tokens that it will compute are awaited from now on.
         """
         assert row not in self._users, f"row {row} is in use"
+        num_new, num_free = self._blocks_needed(num_tokens), self._pool.num_free_blocks - self._num_reserved
         if prefix.num_cached_tokens:
             in_prefix = prefix.held_block_ids()
-            if self._num_to_allocate(num_tokens, in_prefix) > self._pool.num_free_blocks - self._num_reserved:
+            num_new -= len(in_prefix)
+            if num_new + self._pool.num_unreferenced(in_prefix) > num_free:
                 return False
             self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
-        elif self._blocks_needed(num_tokens) > self._pool.num_free_blocks - self._num_reserved:
+        elif num_new > num_free:
             return False
-        num_new = [
-            group.num_new_at_start(num_tokens, num_tokens_now, len(ids))
-            for group, ids in zip(self._groups, prefix.block_ids, strict=True)
-        ]
-        self._reserved.append((row, prefix, num_new))
-        self._num_reserved += sum(num_new)
+        if self._window_groups:  # they allocate the rest later
+            num_new = sum(
+                int(group.num_new_at_start(num_tokens, num_tokens_now, len(ids)))
+                for group, ids in zip(self._groups, prefix.block_ids, strict=True)
+            )
+        self._reserved.append((row, prefix, num_tokens, num_tokens_now))
+        self._num_reserved += num_new
         self._users[row] = request
         if self.enable_prefix_caching:
             self._index.start(row, request, prefix)
@@ -168,11 +171,11 @@ class KVCacheManager:
         """Allocates the blocks of all rows that were reserved."""
         if not self._reserved:
             return
-        started, prefixes, num_new = zip(*self._reserved, strict=True)
+        started, prefixes, *num_tokens = zip(*self._reserved, strict=True)
         self._reserved, self._num_reserved = [], 0
-        rows = np.array(started)
-        for group, counts in zip(self._groups, np.array(num_new).T, strict=True):
-            group.start(rows, [prefix.block_ids[group.index] for prefix in prefixes], counts)
+        rows, (in_all, now) = np.array(started), np.array(num_tokens)
+        for group in self._groups:
+            group.start(rows, [prefix.block_ids[group.index] for prefix in prefixes], in_all, now)
         self._num_cached[rows] = [prefix.num_cached_tokens for prefix in prefixes]
         self.capacity[rows], self._next_publish[rows] = self._slots(rows), self._publish_at(rows)
         self._next_release[rows] = self._release_at(rows)

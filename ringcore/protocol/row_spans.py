@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["RowSpans"]
+__all__ = ["ONE_EACH", "RowSpans"]
 
 
 class RowSpans(NamedTuple):
@@ -57,3 +57,6 @@ class RowSpans(NamedTuple):
     def kept(self, keep: np.ndarray) -> RowSpans:
         """The spans of the rows that keep [num_rows] bool selects."""
         return self if self.counts is None else RowSpans(self.each, self.counts[keep])
+
+
+ONE_EACH = RowSpans(1)  # of almost every step

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ringcore.protocol.requests import EngineCoreOutput, PooledPrompt, PromptLogprobs, TokenLogprobs
-from ringcore.protocol.row_spans import RowSpans
+from ringcore.protocol.row_spans import ONE_EACH, RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.scheduler.failures import failure, row_error
 from ringcore.scheduler.request import Request
@@ -119,7 +119,8 @@ class StepResults(NamedTuple):
 def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable) -> StepResults:
     """Confirms the tokens that the step computed, and appends those that it sampled; drops results of requests that
     were preempted or ended since."""
-    spans = RowSpans(step.num_steps, output.num_gained)
+    is_plain = step.num_steps == 1 and output.num_gained is None
+    spans = ONE_EACH if is_plain else RowSpans(step.num_steps, output.num_gained)
     is_whole = step.samples is None and output.rows is None and not output.row_errors
     if is_whole and step.version == running.version:
         return _apply_whole(step, output, spans, _ALL, running)

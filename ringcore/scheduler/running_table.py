@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringcore.protocol.row_spans import RowSpans
+from ringcore.protocol.row_spans import ONE_EACH, RowSpans
 from ringcore.scheduler.request import Request
 
 __all__ = ["RunningTable"]
@@ -147,7 +147,7 @@ class RunningTable:
 
     def append_to_all(self, token_ids: np.ndarray, each: int) -> None:
         """Appends `each` tokens to every request, and confirms as many."""
-        self._store(self.end, token_ids, RowSpans(each))
+        self._store(self.end, token_ids, ONE_EACH if each == 1 else RowSpans(each))
         self._arrived += _ONE if each == 1 else each
 
     def _store(self, ends: np.ndarray, token_ids: np.ndarray, spans: RowSpans) -> None:
