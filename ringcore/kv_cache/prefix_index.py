@@ -39,7 +39,9 @@ class PrefixIndex:
         self._awaited = AwaitedBlocks(len(groups[0].num_blocks), self._span_name)
         self._misses = [CachedPrefix(0, 0, tuple([[] for _ in groups]), is_awaited) for is_awaited in (False, True)]
         # Without the first block of these there is no hit: its number among the hashes, and those that are cached.
-        self._first_blocks = [] if needs_hashes else [group.first_block() for group in groups if isinstance(group, FullAttentionManager)]
+        self._first_blocks = (
+            [] if needs_hashes else [group.first_block() for group in groups if isinstance(group, FullAttentionManager)]
+        )
         self._unhashed = None if needs_hashes else self._make_unhashed()
 
     def _make_unhashed(self) -> UnhashedBlocks | None:

@@ -44,10 +44,10 @@ class Request:
         "has_loaded",
         "max_gain",
         "max_total_tokens",
+        "needs_whole_prompt",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "needs_whole_prompt",
         "num_times_passed",
         "num_tokens_to_hold",
         "num_tokens_when_preempted",
@@ -178,9 +178,19 @@ class Request:
         prompt_logprobs: PromptLogprobs | None = None,
         pooled: PooledPrompt | None = None,
     ) -> EngineCoreOutput:
-        ending, of_prompt = (finish_reason, stop_reason), (prompt_logprobs, pooled)
-        counts = self.num_cached_tokens, self.first_scheduled_s, self.num_preemptions
-        return EngineCoreOutput(self.request_id, new_token_ids, logprobs, *ending, *counts, error, *of_prompt)
+        return EngineCoreOutput(
+            request_id=self.request_id,
+            new_token_ids=new_token_ids,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            first_scheduled_s=self.first_scheduled_s,
+            num_preemptions=self.num_preemptions,
+            error=error,
+            prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
+        )
 
     def check(self) -> None:
         """Asserts the invariants of an unfinished request between two operations of the scheduler."""

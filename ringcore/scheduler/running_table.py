@@ -103,13 +103,8 @@ class RunningTable:
         -> the run of the first; those of the others follow."""
         first, begin, end = self._num_runs, self.num, self.num + len(requests)
         self._num_runs += len(requests)
-        added = [
-            (row, run, length := len(one.tokens), done, done, length, row * self._stride + length, -1)
-            + (slots, one.max_total_tokens, one.max_gain, one.priority, one.sequence)
-            for run, (one, row, done, slots) in enumerate(
-                zip(requests, rows, computed, capacity.tolist(), strict=True), first
-            )
-        ]
+        started = zip(requests, rows, computed, capacity.tolist(), strict=True)
+        added = [self._column_of(run, *of_one) for run, of_one in enumerate(started, first)]
         self._matrix = np.concatenate((self._matrix, np.array(added).T.copy()), axis=1)
         self.num = end
         self._changed()
@@ -122,6 +117,13 @@ class RunningTable:
         self.min_room = min(self.min_room, room) if begin else 0
         self.has_drafts |= bool((self.max_gain[begin:] > 1).any())
         return first
+
+    def _column_of(self, run: int, request: Request, row: int, computed: int, capacity: int) -> tuple[int, ...]:
+        """What a request that starts has in each of `_COLUMNS`."""
+        known = len(request.tokens)
+        counts = known, computed, computed, known, row * self._stride + known
+        own = request.max_total_tokens, request.max_gain, request.priority, request.sequence
+        return row, run, *counts, -1, capacity, *own
 
     def remove(self, positions: np.ndarray) -> None:
         """Removes these [n]; the others keep their order."""

@@ -130,7 +130,7 @@ class Starter:
         if kv_cache.stored is not None and self.loading.begin(request, prefix):
             return False
         num_tokens = self._max_chunk_tokens(len(request.tokens) - prefix.num_computed_tokens)
-        if not is_worth_starting(plan, num_tokens, self._config.token_budget):
+        if num_tokens > plan.token_budget and not is_worth_starting(plan, self._config.token_budget):
             self.may_start = True
             return False
         if not self._start(request, prefix, num_tokens, plan):

@@ -140,7 +140,8 @@ class StepPlan:
         running.has_prefill = bool((running.total - running.computed > 1).any())
         version = running.version if len(counts) == running.num else None
         rows, runs = running.row_ids[positions], running.run_ids[positions]
-        return StepInFlight(step, num_steps, version, rows, runs, counts, None if samples.all() else samples, max_gained)
+        some = None if samples.all() else samples
+        return StepInFlight(step, num_steps, version, rows, runs, counts, some, max_gained)
 
     def _launch_drafts(self, max_gained: np.ndarray, running: RunningTable) -> np.ndarray:
         """Counts all drafts as computed and accepted; returns the most tokens that each request of the step gains."""
