@@ -70,23 +70,17 @@ class KVCacheManager:
         self.occupancy = Occupancy(self._pool, self._groups)
         self.stored = None if store is None else StoredPrefixes(store, self._pool, self._groups, alignment)
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
+        self.has_windows = bool(self._window_groups)  # then confirmed tokens free blocks (`release_window`)
         self._block_size = np.array(sizes[0])  # an array: numpy converts a Python number in each call
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
-        self._blocks_needed = lru_cache(_NUM_KEPT)(config.blocks_needed)
+        self.blocks_needed = lru_cache(_NUM_KEPT)(config.blocks_needed)  # the most of a request with so many tokens
         self._users: dict[int, CacheUser] = {}  # by row in use
-        # Rows that start, with their prefixes, their tokens, and those at the end of their first steps.
-        self._reserved: list[tuple[int, CachedPrefix, int, int]] = []
+        self._reserved: list[tuple[int, CachedPrefix, int, int]] = []  # rows that start, and the rest of `reserve`
         self._num_reserved = 0
         # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it next
-        # has a block to publish, and one to free.
+        # has a block to publish, and one to free; its prefix cache hit when it started.
         self.capacity = np.zeros(max_num_seqs, np.int64)
-        self._next_publish, self._next_release = np.zeros((2, max_num_seqs), np.int64)
-        self._num_cached = np.zeros(max_num_seqs, np.int64)  # its prefix cache hit when it started
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a group has a sliding window or chunks: then confirmed tokens free blocks (`release_window`)."""
-        return bool(self._window_groups)
+        self._next_publish, self._next_release, self._num_cached = np.zeros((3, max_num_seqs), np.int64)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -106,10 +100,6 @@ class KVCacheManager:
     def max_num_tokens(self) -> int:
         """The most tokens of one request that the whole cache holds."""
         return self._max_num_tokens
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        """The most blocks that one request holds until it has `num_tokens` tokens."""
-        return self._blocks_needed(num_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether one request of so many tokens fits into the empty cache."""
@@ -131,10 +121,8 @@ class KVCacheManager:
         """How many free blocks a request of `num_tokens` tokens may need: those after `prefix`, and unreferenced blocks
         of `prefix`, which count as free.
         """
-        return self._num_to_allocate(num_tokens, prefix.held_block_ids())
-
-    def _num_to_allocate(self, num_tokens: int, in_prefix: np.ndarray) -> int:
-        return self._blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unreferenced(in_prefix)
+        in_prefix = prefix.held_block_ids()
+        return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unreferenced(in_prefix)
 
     # Rows.
 
@@ -146,7 +134,7 @@ class KVCacheManager:
         its first step ends. The full blocks of known tokens that it will compute are awaited from now on.
         """
         assert row not in self._users, f"row {row} is in use"
-        num_new, num_free = self._blocks_needed(num_tokens), self._pool.num_free_blocks - self._num_reserved
+        num_new, num_free = self.blocks_needed(num_tokens), self._pool.num_free_blocks - self._num_reserved
         if prefix.num_cached_tokens:
             in_prefix = prefix.held_block_ids()
             num_new -= len(in_prefix)
@@ -156,10 +144,8 @@ class KVCacheManager:
         elif num_new > num_free:
             return False
         if self._window_groups:  # they allocate the rest later
-            num_new = sum(
-                int(group.num_new_at_start(num_tokens, num_tokens_now, len(ids)))
-                for group, ids in zip(self._groups, prefix.block_ids, strict=True)
-            )
+            parts = zip(self._groups, prefix.block_ids, strict=True)
+            num_new = sum(int(group.num_new_at_start(num_tokens, num_tokens_now, len(ids))) for group, ids in parts)
         self._reserved.append((row, prefix, num_tokens, num_tokens_now))
         self._num_reserved += num_new
         self._users[row] = request

@@ -9,6 +9,7 @@ import numpy as np
 
 from ringcore.kv_cache.block_hash import NO_EXTRA_KEYS, ExtraKeys
 from ringcore.params.outputs import FinishReason
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -79,8 +80,7 @@ class Request:
         self.request_id = request.request_id
         self.sampling_params = request.sampling_params
         self.bad_words_token_ids = request.bad_words_token_ids
-        self.arrival_s = request.arrival_s
-        self.priority = request.priority
+        self.arrival_s, self.priority = request.arrival_s, request.priority
         self.sequence = sequence  # its number in the order of arrival
         self.seed = seed
         self.eos_token_ids = eos_token_ids  # the members of `stop_token_ids` that are the model's EOS tokens
@@ -91,10 +91,7 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.tokens = tokens  # [n] int32: the prompt, then the tokens generated before its last preemption
-        # Whether every position of its prompt must be computed, for prompt logprobs or the mean of its hidden states:
-        # these come with its first sampled token.
-        params = request.sampling_params
-        self.needs_whole_prompt = params.prompt_logprobs is not None or params.pooling == "mean"
+        self.needs_whole_prompt = _needs_whole_prompt(request.sampling_params)
         self.num_tokens_to_hold = len(tokens)  # it is admitted when slots for so many are free
         self.num_times_passed = 0  # skip-ahead: later requests that started while it lacked blocks
 
@@ -200,3 +197,9 @@ class Request:
         assert self.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert self.row is None, "it waits and holds a row"
         assert len(self.tokens) <= self.num_tokens_to_hold < self.max_total_tokens, "slots"
+
+
+def _needs_whole_prompt(params: SamplingParams) -> bool:
+    """Whether every position of the prompt must be computed, for prompt logprobs or the mean of hidden states: these
+    come with the first sampled token."""
+    return params.prompt_logprobs is not None or params.pooling == "mean"
