@@ -103,27 +103,35 @@ class RunningTable:
         -> the run of the first; those of the others follow."""
         first, begin, end = self._num_runs, self.num, self.num + len(requests)
         self._num_runs += len(requests)
-        started = zip(requests, rows, computed, capacity.tolist(), strict=True)
-        added = [self._column_of(run, *of_one) for run, of_one in enumerate(started, first)]
-        self._matrix = np.concatenate((self._matrix, np.array(added).T.copy()), axis=1)
+        lengths = [len(request.tokens) for request in requests]
+        ends = [row * self._stride + length for row, length in zip(rows, lengths, strict=True)]
+        columns = (
+            rows,
+            range(first, self._num_runs),
+            lengths,
+            computed,
+            computed,
+            lengths,
+            ends,
+            [-1] * len(requests),
+            capacity,
+            [request.max_total_tokens for request in requests],
+            [request.max_gain for request in requests],
+            [request.priority for request in requests],
+            [request.sequence for request in requests],
+        )
+        self._matrix = np.concatenate((self._matrix, np.array(columns)), axis=1)
         self.num = end
         self._changed()
+        for request, row, length, its_end in zip(requests, rows, lengths, ends, strict=True):
+            self._all_token_ids[its_end - length : its_end] = request.tokens
+            self.requests[row] = request
         at = self.row[begin:]
         self._positions[at], self._runs[at] = np.arange(begin, end), self.run[begin:]
-        for end_at, row, request in zip(self.end[begin:].tolist(), rows, requests, strict=True):
-            self._all_token_ids[end_at - len(request.tokens) : end_at] = request.tokens
-            self.requests[row] = request
         room = int((self.max_total[begin:] - self.total[begin:]).min())
         self.min_room = min(self.min_room, room) if begin else 0
         self.has_drafts |= bool((self.max_gain[begin:] > 1).any())
         return first
-
-    def _column_of(self, run: int, request: Request, row: int, computed: int, capacity: int) -> tuple[int, ...]:
-        """What a request that starts has in each of `_COLUMNS`."""
-        known = len(request.tokens)
-        counts = known, computed, computed, known, row * self._stride + known
-        own = request.max_total_tokens, request.max_gain, request.priority, request.sequence
-        return row, run, *counts, -1, capacity, *own
 
     def remove(self, positions: np.ndarray) -> None:
         """Removes these [n]; the others keep their order."""
