@@ -60,21 +60,31 @@ class UnhashedBlocks:
     def publish(self, spans: Sequence[Span], token_ids: np.ndarray, ids: np.ndarray) -> None:
         """Caches blocks in use: ids [n] int64 are those of the spans, one after the other. token_ids: by row, int32."""
         stamps, at = self._pool.stamp(ids), 0
-        prompts, others = [], []
+        prompts: list[tuple[int, CacheUser, int, int]] = []  # that share nothing, as most do: those in a row at once
         for row, begin, end, user in spans:
-            if begin == 0 and len(user.block_hashes) == 1:  # a prompt that shares nothing, as most do
-                prompts.append((row, user, at, at + end))
-            else:
-                others.append((row, user, begin, slice(at, at + end - begin)))
-            at += end - begin
+            first, at = at, at + end - begin
+            if begin == 0 and len(user.block_hashes) == 1:
+                prompts.append((row, user, first, at))
+                continue
+            if prompts:
+                self._publish_prompts(prompts, token_ids, ids, stamps)
+                prompts = []
+            self._publish(row, user, token_ids, begin, ids[first:at], stamps[first:at])
         if prompts:
-            first_ids = ids[[first for _, _, first, _ in prompts]]
-            are_new = self._pool.name(first_ids, [user.block_hashes[0] for _, user, _, _ in prompts])
-            for (row, user, first, end), is_new in zip(prompts, are_new, strict=True):
-                rest = slice(first + 1, end)
-                self._go_on(row, user, token_ids, 1, ids[rest], stamps[rest], is_new)
-        for row, user, begin, own in others:
-            self._publish(row, user, token_ids, begin, ids[own], stamps[own])
+            self._publish_prompts(prompts, token_ids, ids, stamps)
+
+    def _publish_prompts(
+        self,
+        prompts: Sequence[tuple[int, CacheUser, int, int]],
+        token_ids: np.ndarray,
+        ids: np.ndarray,
+        stamps: np.ndarray,
+    ) -> None:
+        """Caches whole prompts of which one hash is known: rows, their requests, and where theirs are in `ids`."""
+        firsts = ids[[begin for _, _, begin, _ in prompts]]
+        are_new = self._pool.name(firsts, [user.block_hashes[0] for _, user, _, _ in prompts])
+        for (row, user, begin, end), is_new in zip(prompts, are_new, strict=True):
+            self._go_on(row, user, token_ids, 1, ids[begin + 1 : end], stamps[begin + 1 : end], is_new)
 
     def _publish(
         self, row: int, user: CacheUser, token_ids: np.ndarray, begin: int, ids: np.ndarray, stamps: np.ndarray
