@@ -3,6 +3,7 @@ needs."""
 
 from __future__ import annotations
 
+from collections.abc import KeysView
 from functools import partial
 from typing import assert_never
 
@@ -25,11 +26,14 @@ __all__ = ["FullAttentionManager", "LocalAttentionManager", "make_group_manager"
 class FullAttentionManager(GroupManager):
     """Full causal attention: every token attends to all before it."""
 
+    has_all_slots_at_start = True  # with those of its first chunk alone a prefill could run out of blocks half way
+
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return 0
 
-    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
-        return hashes[self._hashes_per_block - 1] in cached.hashes(self.index)
+    def first_block(self) -> tuple[int, KeysView[bytes]]:
+        """Which of a request's hashes is its first block's, and those of the cached blocks: without it nothing hits."""
+        return self._hashes_per_block - 1, self._pool.hashes(self.index)
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
         names, lookup = self._block_hashes(hashes, 0, limit // self.block_size), partial(cached.lookup, self.index)
@@ -40,21 +44,15 @@ class FullAttentionManager(GroupManager):
     ) -> np.ndarray:
         return ids[: limit // self.block_size]
 
-    def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """All: a chunked prefill admitted with slots for its first chunk alone could run out of blocks half way."""
-        return num_tokens
-
 
 class LocalAttentionManager(GroupManager):
     """A token attends to the last ones before it, those of its window or chunk; blocks before these are freed."""
 
+    has_all_slots_at_start = False  # early blocks are freed before the last ones are allocated
     _spec: LocalAttentionSpec
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return self._spec.first_live_token(num_computed_tokens) // self.block_size
-
-    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
-        return True  # without its first blocks
 
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
         """Searches from the end for consecutive cached blocks that cover the window or chunk."""
@@ -87,10 +85,6 @@ class LocalAttentionManager(GroupManager):
     ) -> np.ndarray:
         """Searches again: a shorter prefix needs earlier blocks."""
         return self.find(hashes, num_tokens, limit, cached)
-
-    def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Those of the first step; early blocks are freed before the last ones are allocated."""
-        return num_tokens_now
 
     def release(self, rows: np.ndarray, num_confirmed: np.ndarray) -> None:
         """Frees the blocks that no token from position num_confirmed[i] on attends to."""

@@ -81,7 +81,10 @@ class BlockHasher:
     def append(self, hashes: list[bytes], data: bytes, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> None:
         """Appends the hashes of the blocks that follow, given their `token_bytes`; extra_keys as in `extend`."""
         first, size = len(hashes), 4 * self.block_size
-        parent = hashes[-1] if hashes else self._root_of(extra_keys)
+        if hashes:
+            parent = hashes[-1]
+        else:
+            parent = self._root if extra_keys is NO_EXTRA_KEYS else self._root_of(extra_keys)
         append = hashes.append
         if not extra_keys.item_hashes:
             for begin in range(0, len(data), size):

@@ -63,7 +63,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_empty + len(self._evictable)
+        return self._num_empty + self._evictable.num
 
     @property
     def num_cached_blocks(self) -> int:
@@ -170,24 +170,21 @@ class BlockPool:
         self.stamps[ids], self._group_of[ids] = stamps, 0
         return stamps
 
-    def name(self, ids: np.ndarray, hashes: Sequence[bytes]) -> bool:
-        """Gives blocks with stamps their hashes. One whose hash another block has is cached no more; whether there is
-        none. ids: [n] int64."""
-        others = []
-        for block_id, block_hash in zip(ids.tolist(), hashes, strict=True):  # mostly one: a loop is the fastest
-            if self._cached[0].setdefault(block_hash, block_id) == block_id:
-                self._hash_of[block_id] = block_hash
-            else:
-                others.append(block_id)
+    def name(self, ids: np.ndarray, hashes: Sequence[bytes]) -> list[bool]:
+        """Gives blocks with stamps their hashes. One whose hash another block has is cached no more: False of it.
+        ids: [n] int64."""
+        own_ids = ids.tolist()
+        are_new = list(map(eq, map(self._cached[0].setdefault, hashes, own_ids), own_ids))
+        self._hash_of.update(compress(zip(own_ids, hashes, strict=True), are_new))
         self.stamps[ids] = -1
         self._num_stamped -= len(ids)
-        if not others:
-            return True
-        self._group_of[others] = _NOT_CACHED
-        empty = np.array([block_id for block_id in others if not self.ref_counts[block_id]], np.int64)
-        self._evictable.remove(empty)
-        self._push(empty)
-        return False
+        if not all(are_new):
+            others = ids[np.logical_not(are_new)]
+            self._group_of[others] = _NOT_CACHED
+            empty = others[self.ref_counts[others] == 0]
+            self._evictable.remove(empty)
+            self._push(empty)
+        return are_new
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> np.ndarray:
         """The cached blocks of the first hashes, up to the first miss. [n] int64."""
@@ -235,7 +232,7 @@ class BlockPool:
 
     def check(self, ref_counts: Mapping[int, int]) -> None:
         """Recomputes every derived count. `ref_counts`: how many block tables hold each block id."""
-        empty, evictable = self._stack[: self._num_empty].tolist(), self._evictable.first(len(self._evictable)).tolist()
+        empty, evictable = self._stack[: self._num_empty].tolist(), self._evictable.first(self._evictable.num).tolist()
         free = {*empty, *evictable}
         assert len(free) == len(empty) + len(evictable), "a block is free twice"
         assert 0 not in free | ref_counts.keys(), "the null block is allocated"

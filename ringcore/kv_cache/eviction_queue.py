@@ -16,7 +16,7 @@ _FIRST_LOOK = 64  # entries of the log at a time, while it looks for queued ones
 
 
 class EvictionQueue:
-    """Block ids, each at most once, the least recently used first.
+    """Block ids, each at most once, the least recently used first; `num` of them.
 
     Invariant: an entry of the log from `_begin` to `_end` counts exactly if `_place` has its place for its block.
     """
@@ -24,10 +24,7 @@ class EvictionQueue:
     def __init__(self, num_blocks: int) -> None:
         self._place = np.full(num_blocks, -1, np.int64)  # by block id: its entry in the log; -1: not queued
         self._log = np.empty(2 * num_blocks, np.int64)
-        self._begin = self._end = self._num = 0
-
-    def __len__(self) -> int:
-        return self._num
+        self._begin = self._end = self.num = 0
 
     def add(self, ids: np.ndarray) -> None:
         """Appends blocks that are not queued, in this order; of one that occurs several times the last counts.
@@ -38,13 +35,13 @@ class EvictionQueue:
         places = np.arange(self._end, end)
         self._log[self._end : end] = ids
         self._place[ids] = places
-        self._num += int(np.count_nonzero(self._place[ids] == places))
+        self.num += int(np.count_nonzero(self._place[ids] == places))
         self._end = end
 
     def remove(self, ids: np.ndarray) -> None:
         """Removes blocks that are queued. ids: [n] int64, unique."""
         self._place[ids] = -1
-        self._num -= len(ids)
+        self.num -= len(ids)
 
     def first(self, num: int) -> np.ndarray:
         """The first `num` blocks, which stay. [num] int64."""
@@ -68,16 +65,16 @@ class EvictionQueue:
 
     def clear(self) -> None:
         self._place[:] = -1
-        self._begin = self._end = self._num = 0
+        self._begin = self._end = self.num = 0
 
     def _compact(self, num_more: int) -> None:
         """Drops the stale entries, so that the log has room for `num_more` and seldom needs this again."""
-        ids = self.first(self._num)
+        ids = self.first(self.num)
         self._log = np.empty(max(2 * len(self._place), len(ids) + num_more), np.int64)
         self._log[: len(ids)] = ids
         self._place[ids] = np.arange(len(ids))
         self._begin, self._end = 0, len(ids)
 
     def check(self) -> None:
-        ids = self.first(self._num)
+        ids = self.first(self.num)
         assert sorted(ids.tolist()) == np.flatnonzero(self._place >= 0).tolist(), "the queue and the places disagree"

@@ -11,9 +11,9 @@ A row's block table where no token sees the first two blocks any more (0 is the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from itertools import chain, compress
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -74,13 +74,11 @@ class GroupManager(ABC):
 
     # What differs between kinds of attention.
 
+    has_all_slots_at_start: ClassVar[bool]  # whether a row starts with slots for all known tokens, or its first step's
+
     @abstractmethod
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Leading blocks that no token from position `num_computed_tokens` on attends to."""
-
-    @abstractmethod
-    def may_hit(self, hashes: list[bytes], cached: CachedBlocks) -> bool:
-        """Whether a request whose first hashes these are, at least those of its first block, may hit any block."""
 
     @abstractmethod
     def find(self, hashes: list[bytes], num_tokens: int, limit: int, cached: CachedBlocks) -> np.ndarray:
@@ -96,15 +94,13 @@ class GroupManager(ABC):
     ) -> np.ndarray:
         """`find` for a smaller limit, given its result `ids` for a larger one."""
 
-    @abstractmethod
-    def num_slots_at_start(self, num_tokens: int, num_tokens_now: int) -> int:
-        """Slots to allocate when a row starts, with num_tokens known and the first step ending at num_tokens_now."""
-
     # Block tables.
 
-    def table(self, row: int) -> np.ndarray:
-        """The row's block table: [num_blocks] int32, 0 before the sliding window. A copy."""
-        return self._tables[row, : self.num_blocks[row]].copy()
+    def tables(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The block table of each row: [num_blocks] int32, 0 before the sliding window. Copies."""
+        counts = self.num_blocks[rows].tolist()
+        tables = self._tables[rows, : max(counts)]
+        return [table[:count] for table, count in zip(tables, counts, strict=True)]
 
     def live_blocks(self, row: int) -> np.ndarray:
         """The blocks that the row holds, in order, without null blocks. [n] int64."""
@@ -116,14 +112,22 @@ class GroupManager(ABC):
         live: np.ndarray = tables[tables != 0].astype(np.int64)
         return live
 
-    def num_new_at_start(self, num_tokens: int, num_tokens_now: int, num_cached: int) -> int:
-        """Blocks to allocate after `num_cached` ones of a prefix; the rest as `num_slots_at_start`."""
-        num_slots = self.num_slots_at_start(num_tokens, num_tokens_now)
-        return max(-(-num_slots // self.block_size) - num_cached, 0)
+    def num_new_at_start(
+        self, num_tokens: np.ndarray | int, num_tokens_now: np.ndarray | int, num_cached: np.ndarray | int
+    ) -> np.ndarray:
+        """Blocks to allocate when a row starts after `num_cached` ones of a prefix, with num_tokens known and its first
+        step ending at num_tokens_now. Of one row, or of several, [n] each."""
+        num_slots = num_tokens if self.has_all_slots_at_start else num_tokens_now
+        num_new: np.ndarray = np.maximum(-(-num_slots // self.block_size) - num_cached, 0)
+        return num_new
 
-    def start(self, rows: np.ndarray, prefix_ids: Sequence[list[int]], num_new: np.ndarray) -> None:
-        """Fills the tables of unused rows: prefix blocks, which the caller has touched, then num_new[i] new ones."""
+    def start(
+        self, rows: np.ndarray, prefix_ids: Sequence[list[int]], num_tokens: np.ndarray, num_tokens_now: np.ndarray
+    ) -> None:
+        """Fills the tables of unused rows: prefix blocks, which the caller has touched, then new ones, as many as
+        `num_new_at_start`."""
         num_cached = np.fromiter(map(len, prefix_ids), np.int64, len(prefix_ids))
+        num_new = self.num_new_at_start(num_tokens, num_tokens_now, num_cached)
         for row, ids in zip(rows.tolist(), prefix_ids, strict=True):
             if ids:
                 self._tables[row, : len(ids)] = ids
@@ -179,28 +183,13 @@ class GroupManager(ABC):
             at_rows, at_blocks, ids = at_rows[is_held], at_blocks[is_held], ids[is_held]
         # Also written for a duplicate block, where no lookup reads them.
         self._blocks[ids] = self._blocks_of(token_ids)[at_rows, at_blocks]
-        spans = zip(rows.tolist(), first.tolist(), end.tolist(), users, strict=True)
+        spans = list(zip(rows.tolist(), first.tolist(), end.tolist(), users, strict=True))
         if self.unhashed is not None:
-            self._publish_unhashed(self.unhashed, token_ids, ids, spans)
+            self.unhashed.publish(spans, token_ids, ids)
         else:
             names = chain.from_iterable(self._block_hashes(user.block_hashes, a, b) for _, a, b, user in spans)
             self._pool.cache(self.index, ids, [*compress(names, is_held)])
         self.num_published[rows] = end
-
-    def _publish_unhashed(
-        self,
-        unhashed: UnhashedBlocks,
-        token_ids: np.ndarray,
-        ids: np.ndarray,
-        spans: Iterable[tuple[int, int, int, CacheUser]],
-    ) -> None:
-        """ids: one row after the other. spans: of each the row, the first and the last block, and the user."""
-        stamps, at = self._pool.stamp(ids), 0
-        for row, begin, end, user in spans:
-            if end > begin:
-                part = slice(at, at + end - begin)
-                unhashed.publish(row, user, token_ids[row], begin, ids[part], stamps[part])
-                at += end - begin
 
     def tokens_of(self, ids: np.ndarray) -> np.ndarray:
         """The tokens of cached blocks: [n, block_size] int32."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from functools import reduce
+from functools import lru_cache, reduce
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.kv_cache.stored_prefix import StoredPrefixes
 
 __all__ = ["CacheUser", "CachedPrefix", "KVCacheManager"]
+
+_NUM_KEPT = 1024  # lengths of requests whose blocks are counted once
 
 
 class KVCacheManager:
@@ -68,22 +70,17 @@ class KVCacheManager:
         self.occupancy = Occupancy(self._pool, self._groups)
         self.stored = None if store is None else StoredPrefixes(store, self._pool, self._groups, alignment)
         self._window_groups = [group for group in self._groups if isinstance(group, LocalAttentionManager)]
+        self.has_windows = bool(self._window_groups)  # then confirmed tokens free blocks (`release_window`)
         self._block_size = np.array(sizes[0])  # an array: numpy converts a Python number in each call
         self._max_num_tokens = config.max_num_tokens(self.num_usable_blocks)
+        self.blocks_needed = lru_cache(_NUM_KEPT)(config.blocks_needed)  # the most of a request with so many tokens
         self._users: dict[int, CacheUser] = {}  # by row in use
-        # Rows that start, with their prefixes, and by group the blocks to allocate for each.
-        self._reserved: list[tuple[int, CachedPrefix, list[int]]] = []
+        self._reserved: list[tuple[int, CachedPrefix, int, int]] = []  # rows that start, and the rest of `reserve`
         self._num_reserved = 0
         # By row, in tokens: the slots that it has in every group; and the numbers of confirmed tokens at which it next
-        # has a block to publish, and one to free.
+        # has a block to publish, and one to free; its prefix cache hit when it started.
         self.capacity = np.zeros(max_num_seqs, np.int64)
-        self._next_publish, self._next_release = np.zeros((2, max_num_seqs), np.int64)
-        self._num_cached = np.zeros(max_num_seqs, np.int64)  # its prefix cache hit when it started
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a group has a sliding window or chunks: then confirmed tokens free blocks (`release_window`)."""
-        return bool(self._window_groups)
+        self._next_publish, self._next_release, self._num_cached = np.zeros((3, max_num_seqs), np.int64)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -103,10 +100,6 @@ class KVCacheManager:
     def max_num_tokens(self) -> int:
         """The most tokens of one request that the whole cache holds."""
         return self._max_num_tokens
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        """The most blocks that one request holds until it has `num_tokens` tokens."""
-        return self.config.blocks_needed(num_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether one request of so many tokens fits into the empty cache."""
@@ -128,9 +121,7 @@ class KVCacheManager:
         """How many free blocks a request of `num_tokens` tokens may need: those after `prefix`, and unreferenced blocks
         of `prefix`, which count as free.
         """
-        return self._num_to_allocate(num_tokens, prefix.held_block_ids())
-
-    def _num_to_allocate(self, num_tokens: int, in_prefix: np.ndarray) -> int:
+        in_prefix = prefix.held_block_ids()
         return self.blocks_needed(num_tokens) - len(in_prefix) + self._pool.num_unreferenced(in_prefix)
 
     # Rows.
@@ -143,19 +134,20 @@ class KVCacheManager:
         its first step ends. The full blocks of known tokens that it will compute are awaited from now on.
         """
         assert row not in self._users, f"row {row} is in use"
+        num_new, num_free = self.blocks_needed(num_tokens), self._pool.num_free_blocks - self._num_reserved
         if prefix.num_cached_tokens:
             in_prefix = prefix.held_block_ids()
-            if self._num_to_allocate(num_tokens, in_prefix) > self.num_free_blocks:
+            num_new -= len(in_prefix)
+            if num_new + self._pool.num_unreferenced(in_prefix) > num_free:
                 return False
             self._pool.touch(in_prefix)  # before the allocation of others, which could evict them
-        elif self.blocks_needed(num_tokens) > self.num_free_blocks:
+        elif num_new > num_free:
             return False
-        num_new = [
-            group.num_new_at_start(num_tokens, num_tokens_now, len(ids))
-            for group, ids in zip(self._groups, prefix.block_ids, strict=True)
-        ]
-        self._reserved.append((row, prefix, num_new))
-        self._num_reserved += sum(num_new)
+        if self._window_groups:  # they allocate the rest later
+            parts = zip(self._groups, prefix.block_ids, strict=True)
+            num_new = sum(int(group.num_new_at_start(num_tokens, num_tokens_now, len(ids))) for group, ids in parts)
+        self._reserved.append((row, prefix, num_tokens, num_tokens_now))
+        self._num_reserved += num_new
         self._users[row] = request
         if self.enable_prefix_caching:
             self._index.start(row, request, prefix)
@@ -165,18 +157,23 @@ class KVCacheManager:
         """Allocates the blocks of all rows that were reserved."""
         if not self._reserved:
             return
-        started, prefixes, num_new = zip(*self._reserved, strict=True)
+        started, prefixes, *num_tokens = zip(*self._reserved, strict=True)
         self._reserved, self._num_reserved = [], 0
-        rows = np.array(started)
-        for group, counts in zip(self._groups, np.array(num_new).T, strict=True):
-            group.start(rows, [prefix.block_ids[group.index] for prefix in prefixes], counts)
+        rows, (in_all, now) = np.array(started), np.array(num_tokens)
+        for group in self._groups:
+            group.start(rows, [prefix.block_ids[group.index] for prefix in prefixes], in_all, now)
         self._num_cached[rows] = [prefix.num_cached_tokens for prefix in prefixes]
         self.capacity[rows], self._next_publish[rows] = self._slots(rows), self._publish_at(rows)
         self._next_release[rows] = self._release_at(rows)
 
     def block_ids(self, row: int) -> list[np.ndarray]:
         """By group the row's block table, [num_blocks] int32, 0 before the sliding window. A copy."""
-        return [group.table(row) for group in self._groups]
+        return self.block_ids_of(np.array([row]))[0]
+
+    def block_ids_of(self, rows: np.ndarray) -> list[list[np.ndarray]]:
+        """`block_ids` of these rows [n]."""
+        by_group = [group.tables(rows) for group in self._groups]
+        return list(map(list, zip(*by_group, strict=True)))
 
     def num_unshared_blocks(self, row: int, prefix: CachedPrefix | None = None) -> int:
         """The blocks that `free` would make free: those with no other reference, and not in `prefix`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -36,7 +35,13 @@ class PrefixIndex:
         self._groups, self._pool, self._hasher, self._needs_hashes = groups, pool, hasher, needs_hashes
         self.span = math.lcm(*sizes)
         self._hashes_per_span = self.span // hasher.block_size
-        self._awaited = AwaitedBlocks()  # spans, by the hash at their end
+        # Spans, by the hash at their end.
+        self._awaited = AwaitedBlocks(len(groups[0].num_blocks), self._span_name)
+        self._misses = [CachedPrefix(0, 0, tuple([[] for _ in groups]), is_awaited) for is_awaited in (False, True)]
+        # Without the first block of these there is no hit: its number among the hashes, and those that are cached.
+        self._first_blocks = (
+            [] if needs_hashes else [group.first_block() for group in groups if isinstance(group, FullAttentionManager)]
+        )
         self._unhashed = None if needs_hashes else self._make_unhashed()
 
     def _make_unhashed(self) -> UnhashedBlocks | None:
@@ -50,9 +55,9 @@ class PrefixIndex:
 
     # Waiting requests.
 
-    def no_prefix(self, is_awaited: bool = False) -> CachedPrefix:
+    def no_prefix(self) -> CachedPrefix:
         """A miss: the request computes all of its tokens."""
-        return CachedPrefix(0, 0, tuple([[] for _ in self._groups]), is_awaited)
+        return self._misses[False]
 
     def find(self, request: CacheUser, before_lookup: Callable[[], None]) -> CachedPrefix:
         """The longest prefix that every group has. before_lookup: called unless nothing can be found."""
@@ -61,9 +66,11 @@ class PrefixIndex:
         if not limit:
             return self.no_prefix()
         hashes = request.block_hashes
-        self._hash(request, step)
-        if not self._may_hit(hashes):
-            return self.no_prefix(self._awaited.has(hashes[step - 1 : step]))
+        if len(hashes) < step:
+            self._hash(request, step)
+        for at, cached in self._first_blocks:
+            if hashes[at] not in cached:
+                return self._misses[self._awaited.has(hashes[step - 1 : step])]
         before_lookup()
         self._hash(request, limit // self._hasher.block_size)
         found = find_longest_prefix(self._groups, hashes, request.tokens, limit, self.span, self._pool)
@@ -74,10 +81,6 @@ class PrefixIndex:
             min(num_cached, num_tokens - 1), num_cached, tuple(ids.tolist() for ids in found), is_awaited
         )
 
-    def _may_hit(self, hashes: list[bytes]) -> bool:
-        """Whether a request whose first hashes these are, those of a span, may hit. A store is searched by all."""
-        return self._needs_hashes or all(group.may_hit(hashes, self._pool) for group in self._groups)
-
     def _hash(self, request: CacheUser, num_hashes: int) -> None:
         self._hasher.extend(request.block_hashes, request.tokens, num_hashes, request.extra_keys)
 
@@ -86,30 +89,30 @@ class PrefixIndex:
     def start(self, row: int, request: CacheUser, prefix: CachedPrefix) -> None:
         """The row's full spans of known tokens after its prefix are awaited from now on."""
         first, end = prefix.num_cached_tokens // self.span, len(request.tokens) // self.span
-        self._awaited.add(row, partial(self._span_name, request), first, end)
+        self._awaited.add(row, request, first, end)
 
     def _span_name(self, request: CacheUser, span: int) -> bytes:
         """The hash at the end of this span, of tokens that the request had when it started."""
         end = (span + 1) * self._hashes_per_span
-        self._hash(request, end)
+        if len(request.block_hashes) < end:
+            self._hash(request, end)
         return request.block_hashes[end - 1]
 
     def publish(
         self, rows: np.ndarray, token_ids: np.ndarray, num_confirmed: np.ndarray, users: Sequence[CacheUser]
     ) -> None:
         """Puts the full blocks of these rows up to num_confirmed[i] tokens into the cache, some without a hash."""
-        for row, count, user in zip(rows.tolist(), num_confirmed.tolist(), users, strict=True):
-            if self._unhashed is None:
-                num_hashes = count // self._hasher.block_size
-                self._hasher.extend(user.block_hashes, token_ids[row], num_hashes, user.extra_keys)
-            self._awaited.drop_first(row, count // self.span)
+        if self._unhashed is None:
+            num_hashes = (num_confirmed // self._hasher.block_size).tolist()
+            for row, num, user in zip(rows.tolist(), num_hashes, users, strict=True):
+                self._hasher.extend(user.block_hashes, token_ids[row], num, user.extra_keys)
+        self._awaited.drop_first(rows, num_confirmed // self.span)
         for group in self._groups:
             group.publish(rows, token_ids, num_confirmed, users)
 
     def stop(self, rows: np.ndarray) -> None:
         """These rows compute and publish no more."""
-        for row in rows.tolist():
-            self._awaited.drop(row)
+        self._awaited.drop(rows)
         if self._unhashed is not None:
             self._unhashed.stop(rows)
 

@@ -14,8 +14,9 @@ hashes its blocks first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from ringcore.kv_cache.block_hash import BlockHasher, ExtraKeys, block_bytes
 from ringcore.kv_cache.block_pool import BlockPool
 from ringcore.kv_cache.cache_user import CacheUser
 
-__all__ = ["UnhashedBlocks"]
+__all__ = ["Span", "UnhashedBlocks"]
+
+Span: TypeAlias = tuple[int, int, int, CacheUser]  # a row's blocks from one number to another, and its request
 
 
 class Tail:
@@ -54,26 +57,68 @@ class UnhashedBlocks:
         self._of_row: dict[int, Tail] = {}  # its last one
         pool.on_forgotten = self._forget
 
-    def publish(
+    def publish(self, spans: Sequence[Span], token_ids: np.ndarray, ids: np.ndarray) -> None:
+        """Caches blocks in use: ids [n] int64 are those of the spans, one after the other. token_ids: by row, int32."""
+        stamps, at = self._pool.stamp(ids), 0
+        prompts: list[tuple[int, CacheUser, int, int]] = []  # that share nothing, as most do: those in a row at once
+        for row, begin, end, user in spans:
+            first, at = at, at + end - begin
+            if begin == 0 and len(user.block_hashes) == 1:
+                prompts.append((row, user, first, at))
+                continue
+            if prompts:
+                self._publish_prompts(prompts, token_ids, ids, stamps)
+                prompts = []
+            self._publish(row, user, token_ids, begin, ids[first:at], stamps[first:at])
+        if prompts:
+            self._publish_prompts(prompts, token_ids, ids, stamps)
+
+    def _publish_prompts(
+        self,
+        prompts: Sequence[tuple[int, CacheUser, int, int]],
+        token_ids: np.ndarray,
+        ids: np.ndarray,
+        stamps: np.ndarray,
+    ) -> None:
+        """Caches whole prompts of which one hash is known: rows, their requests, and where theirs are in `ids`."""
+        firsts = ids[[begin for _, _, begin, _ in prompts]]
+        are_new = self._pool.name(firsts, [user.block_hashes[0] for _, user, _, _ in prompts])
+        for (row, user, begin, end), is_new in zip(prompts, are_new, strict=True):
+            self._go_on(row, user, token_ids, 1, ids[begin + 1 : end], stamps[begin + 1 : end], is_new)
+
+    def _publish(
         self, row: int, user: CacheUser, token_ids: np.ndarray, begin: int, ids: np.ndarray, stamps: np.ndarray
     ) -> None:
-        """Caches the row's blocks from number `begin` on, which the pool has stamped. token_ids: the row's, int32."""
+        """Caches the row's blocks from number `begin` on."""
         tail = self._of_row.get(row)
         if tail is not None and self._tails.get(tail.parent) is tail:
             tail.append(ids, stamps)
             return
-        hashes, end = user.block_hashes, begin + len(ids)
-        self._hasher.extend(hashes, token_ids, begin + 1, user.extra_keys)
-        num_named = min(len(hashes), end) - begin
+        hashes = user.block_hashes
+        self._hasher.extend(hashes, token_ids[row], begin + 1, user.extra_keys)
+        num_named = min(len(hashes) - begin, len(ids))
         is_new = self._name(hashes, begin, ids[:num_named])
-        if num_named == len(ids):
+        self._go_on(row, user, token_ids, begin + num_named, ids[num_named:], stamps[num_named:], is_new)
+
+    def _go_on(
+        self,
+        row: int,
+        user: CacheUser,
+        token_ids: np.ndarray,
+        begin: int,
+        ids: np.ndarray,
+        stamps: np.ndarray,
+        is_new: bool,
+    ) -> None:
+        """Caches the blocks after those that have just got their hashes; is_new: whether no other block had these."""
+        if not len(ids):
             return
         if is_new:
-            tail = Tail(hashes, user.extra_keys, begin + num_named, ids[num_named:], stamps[num_named:])
+            tail = Tail(user.block_hashes, user.extra_keys, begin, ids, stamps)
             self._of_row[row] = self._tails[tail.parent] = tail
         else:  # another row has computed the same, and may have gone on likewise
-            self._hasher.extend(hashes, token_ids, end, user.extra_keys)
-            self._name(hashes, begin + num_named, ids[num_named:])
+            self._hasher.extend(user.block_hashes, token_ids[row], begin + len(ids), user.extra_keys)
+            self._name(user.block_hashes, begin, ids)
 
     def find(self, hashes: list[bytes], lookup: Callable[[list[bytes]], np.ndarray]) -> np.ndarray:
         """`lookup` of a request's first hashes in the pool, where blocks of tails get their hashes."""
@@ -94,7 +139,7 @@ class UnhashedBlocks:
         if not self._tails.keys().isdisjoint(parents):
             for parent in parents:
                 self._give_hashes(parent)
-        return self._pool.name(ids, hashes[begin:end])
+        return all(self._pool.name(ids, hashes[begin:end]))
 
     def _give_hashes(self, parent: bytes) -> bool:
         """Whether there was a tail after the block of this hash; its blocks have hashes from now on."""

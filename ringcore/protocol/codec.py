@@ -26,7 +26,7 @@ def int_array(values: Any = ()) -> np.ndarray:
     return np.asarray(values, dtype=np.int32).reshape(-1)
 
 
-_ARRAY_DTYPES = (np.int32, np.float32)
+_ARRAY_DTYPES = (np.dtype(np.int32), np.dtype(np.float32))
 
 
 def _encode_extra(value: Any) -> Any:

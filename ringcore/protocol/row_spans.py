@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["RowSpans"]
+__all__ = ["ONE_EACH", "RowSpans"]
 
 
 class RowSpans(NamedTuple):
@@ -30,6 +30,13 @@ class RowSpans(NamedTuple):
         begin = int(self.counts[:index].sum())
         return slice(begin, begin + int(self.counts[index]))
 
+    def lists_of(self, indices: list[int], token_ids: np.ndarray) -> list[list[int]]:
+        """The tokens of each of these rows."""
+        if self.counts is None:
+            of_rows: list[list[int]] = token_ids.reshape(-1, self.each)[indices].tolist()
+            return of_rows
+        return [token_ids[self.slice_of(index)].tolist() for index in indices]
+
     def rows_at(self, places: np.ndarray) -> np.ndarray:
         """The row of the token at each of these places."""
         if self.counts is None:
@@ -50,3 +57,6 @@ class RowSpans(NamedTuple):
     def kept(self, keep: np.ndarray) -> RowSpans:
         """The spans of the rows that keep [num_rows] bool selects."""
         return self if self.counts is None else RowSpans(self.each, self.counts[keep])
+
+
+ONE_EACH = RowSpans(1)  # of almost every step

@@ -39,7 +39,7 @@ class Admission:
         max_gain: MaxGain,
     ) -> None:
         self.change_cache(kv_cache)
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = list(dict.fromkeys(eos_token_ids))
         self._vocabulary = Vocabulary(vocab_size, eos_token_ids, max_logprobs)
         self._max_gain = max_gain
         self._seeds = random.Random(seed)
@@ -50,11 +50,12 @@ class Admission:
         params = request.sampling_params
         tokens = self._vocabulary.tokens("prompt_token_ids", request.prompt_token_ids)
         self._check_length(len(tokens))
-        stop_token_ids = []
-        if params.stop_token_ids:
-            stop_token_ids = self._vocabulary.tokens("stop_token_ids", params.stop_token_ids).tolist()
-        self._vocabulary.check(params, request.bad_words_token_ids, len(tokens))
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
+        stop_token_ids = eos_token_ids
+        if params.stop_token_ids:
+            own = self._vocabulary.tokens("stop_token_ids", params.stop_token_ids).tolist()
+            stop_token_ids = list(dict.fromkeys([*eos_token_ids, *own]))
+        self._vocabulary.check(params, request.bad_words_token_ids, len(tokens))
         max_total_tokens = self._max_total_tokens
         if params.max_tokens is not None:
             max_total_tokens = min(max_total_tokens, len(tokens) + params.max_tokens)
@@ -64,7 +65,7 @@ class Admission:
             tokens,
             sequence=self._num_admitted,
             max_total_tokens=max_total_tokens,
-            stop_token_ids=list(dict.fromkeys([*eos_token_ids, *stop_token_ids])),
+            stop_token_ids=stop_token_ids,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=eos_token_ids,
             max_gain=self._max_gain(request),
@@ -76,7 +77,8 @@ class Admission:
         self._max_model_len = kv_cache.config.max_model_len
         # A request that runs alone still ends when the cache is full. Its last token is never computed, so it needs no
         # slot.
-        self._max_total_tokens = min(self._max_model_len, kv_cache.max_num_tokens + 1)
+        self._max_num_tokens = kv_cache.max_num_tokens
+        self._max_total_tokens = min(self._max_model_len, self._max_num_tokens + 1)
 
     def readmit(self, request: Request) -> None:
         """Adapts a waiting request to the current cache: its length limit becomes what the cache holds.
@@ -108,11 +110,11 @@ class Admission:
                 value=num_tokens,
                 max_model_len=self._max_model_len,
             )
-        if num_tokens > self._kv_cache.max_num_tokens:
+        if num_tokens > self._max_num_tokens:
             needed, usable = self._kv_cache.blocks_needed(num_tokens), self._kv_cache.num_usable_blocks
             raise InvalidRequestError(
                 f"prompt_token_ids: the prompt of {num_tokens} tokens needs {needed} blocks of the KV cache, which has "
-                f"{usable}; shorten it to {self._kv_cache.max_num_tokens} tokens or give the cache more memory",
+                f"{usable}; shorten it to {self._max_num_tokens} tokens or give the cache more memory",
                 field="prompt_token_ids",
                 value=num_tokens,
                 needed_blocks=needed,

@@ -49,15 +49,14 @@ def divide_token_budget(
     plan.counts = counts[plan.positions]
 
 
-def is_worth_starting(plan: StepPlan, num_tokens: int, max_num_batched_tokens: int) -> bool:
-    """Whether a request with `num_tokens` uncomputed tokens should start in this step: if the whole prompt fits, if its
+def is_worth_starting(plan: StepPlan, max_num_batched_tokens: int) -> bool:
+    """Whether a request whose prompt does not fit into what is left of the budget should start in this step: if its
     first chunk gets at least 1/`_LEAST_SHARE` of the budget, or if the step computes no other prompt.
 
     A smaller first chunk does not pay: attention is faster for whole prompts, and the rest of the prompt would make the
     next step no shorter.
     """
-    fits = num_tokens <= plan.token_budget
-    return fits or plan.token_budget * _LEAST_SHARE >= max_num_batched_tokens or not plan.computes_prompts
+    return plan.token_budget * _LEAST_SHARE >= max_num_batched_tokens or not plan.computes_prompts
 
 
 def allocate_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ringcore.kv_cache.block_hash import NO_EXTRA_KEYS, ExtraKeys
 from ringcore.params.outputs import FinishReason
+from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.requests import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -44,6 +45,7 @@ class Request:
         "has_loaded",
         "max_gain",
         "max_total_tokens",
+        "needs_whole_prompt",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -78,8 +80,7 @@ class Request:
         self.request_id = request.request_id
         self.sampling_params = request.sampling_params
         self.bad_words_token_ids = request.bad_words_token_ids
-        self.arrival_s = request.arrival_s
-        self.priority = request.priority
+        self.arrival_s, self.priority = request.arrival_s, request.priority
         self.sequence = sequence  # its number in the order of arrival
         self.seed = seed
         self.eos_token_ids = eos_token_ids  # the members of `stop_token_ids` that are the model's EOS tokens
@@ -90,6 +91,7 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.tokens = tokens  # [n] int32: the prompt, then the tokens generated before its last preemption
+        self.needs_whole_prompt = _needs_whole_prompt(request.sampling_params)
         self.num_tokens_to_hold = len(tokens)  # it is admitted when slots for so many are free
         self.num_times_passed = 0  # skip-ahead: later requests that started while it lacked blocks
 
@@ -121,6 +123,7 @@ class Request:
         preempted again and again before the first of them is known. The last token of all needs no slot.
         """
         self.tokens = tokens
+        self.needs_whole_prompt &= len(tokens) == self.num_prompt_tokens
         num_tokens = min(num_total_tokens, self.max_total_tokens - 1)
         self.num_tokens_to_hold = max(self.num_tokens_to_hold, num_tokens)
         self.num_tokens_when_preempted = num_computed_tokens
@@ -152,14 +155,6 @@ class Request:
         if num_tokens >= self.max_total_tokens:
             return "length", None
         return None, None
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether every position of its prompt must be computed, for prompt logprobs or the mean of its hidden states:
-        these come with its first sampled token."""
-        params = self.sampling_params
-        is_asked = params.prompt_logprobs is not None or params.pooling == "mean"
-        return is_asked and len(self.tokens) == self.num_prompt_tokens
 
     def to_started(self) -> StartedRequest:
         """The message to the front end that the request has started in its row."""
@@ -202,3 +197,9 @@ class Request:
         assert self.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert self.row is None, "it waits and holds a row"
         assert len(self.tokens) <= self.num_tokens_to_hold < self.max_total_tokens, "slots"
+
+
+def _needs_whole_prompt(params: SamplingParams) -> bool:
+    """Whether every position of the prompt must be computed, for prompt logprobs or the mean of hidden states: these
+    come with the first sampled token."""
+    return params.prompt_logprobs is not None or params.pooling == "mean"

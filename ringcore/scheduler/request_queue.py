@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ringcore.scheduler.request import Request
 
@@ -19,10 +19,9 @@ POLICIES: dict[str, Callable[[Request], Key]] = {
 }
 
 
-class _Entry(NamedTuple):
-    key: Key
-    number: int  # unique for each entry: breaks ties if a requeued request has an entry already
-    request: Request
+# A request with its key, and a number that is unique for each entry: it breaks ties if a requeued request has an entry
+# already.
+_Entry: TypeAlias = tuple[Key, int, Request]
 
 
 class RequestQueue:
@@ -40,16 +39,18 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         assert request.request_id not in self._entries, "the request waits already"
-        entry = _Entry(self._key(request), self._num_added, request)
+        entry = self._key(request), self._num_added, request
         self._num_added += 1
         self._entries[request.request_id] = entry
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
         """The next request to admit, without removing it. The queue is not empty."""
-        while self._entries.get(self._heap[0].request.request_id) is not self._heap[0]:
+        while True:
+            entry = self._heap[0]
+            if self._entries.get(entry[-1].request_id) is entry:
+                return entry[-1]
             heapq.heappop(self._heap)
-        return self._heap[0].request
 
     def pop(self) -> Request:
         """Removes the next request to admit. The queue is not empty."""
@@ -60,7 +61,7 @@ class RequestQueue:
 
     def remove(self, request_id: str) -> Request:
         """Removes this request, which is in the queue, at any place."""
-        request = self._entries.pop(request_id).request
+        request = self._entries.pop(request_id)[-1]
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = sorted(self._entries.values())
         return request
@@ -73,4 +74,4 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """In the order of admission."""
-        return (entry.request for entry in sorted(self._entries.values()))
+        return (entry[-1] for entry in sorted(self._entries.values()))

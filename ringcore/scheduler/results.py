@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ringcore.protocol.requests import EngineCoreOutput, PooledPrompt, PromptLogprobs, TokenLogprobs
-from ringcore.protocol.row_spans import RowSpans
+from ringcore.protocol.row_spans import ONE_EACH, RowSpans
 from ringcore.protocol.steps import ModelRunnerOutput
 from ringcore.scheduler.failures import failure, row_error
 from ringcore.scheduler.request import Request
@@ -48,11 +48,11 @@ class StepResults(NamedTuple):
             for request, (_, message) in zip(requests, self.failed, strict=True)
         ]
         indices = []
-        of_candidates = running.known[self.positions][candidates].tolist()
-        for index, row, num_known in zip(candidates, self.rows[candidates].tolist(), of_candidates, strict=True):
+        rows, known = self.rows[candidates].tolist(), running.known[self.positions][candidates].tolist()
+        new = self.spans.lists_of(candidates, self.token_ids)
+        for index, row, num_known, token_ids in zip(candidates, rows, known, new, strict=True):
             request = running.request_in(row)
-            last = self._last_output(index, request, num_known)
-            if last is not None:
+            if (last := self._last_output(index, request, num_known, token_ids)) is not None:
                 indices.append(index)
                 requests.append(request)
                 outputs.append(last)
@@ -69,9 +69,10 @@ class StepResults(NamedTuple):
             candidates.update(np.flatnonzero(full).tolist())
         return sorted(candidates)
 
-    def _last_output(self, index: int, request: Request, num_known: int) -> EngineCoreOutput | None:
+    def _last_output(
+        self, index: int, request: Request, num_known: int, token_ids: list[int]
+    ) -> EngineCoreOutput | None:
         """The last output of a request that one of its new tokens completes; None if it continues."""
-        token_ids = self.token_ids[self.spans.slice_of(index)].tolist()
         # Without stop tokens only its length ends it, and no step samples past that.
         first = 1 if request.stop_token_ids else len(token_ids)
         for count in range(first, len(token_ids) + 1):
@@ -80,11 +81,11 @@ class StepResults(NamedTuple):
             if finish_reason is not None:
                 return request.to_output(
                     token_ids[:count],
-                    logprobs=self._logprobs_of(index, count),
+                    logprobs=None if self.logprobs is None else self._logprobs_of(self.logprobs, index, count),
                     finish_reason=finish_reason,
                     stop_reason=stop_reason,
-                    prompt_logprobs=_of_row(self.prompt_logprobs, request.row),
-                    pooled=_of_row(self.pooled, request.row),
+                    prompt_logprobs=_of_row(self.prompt_logprobs, request.row) if self.prompt_logprobs else None,
+                    pooled=_of_row(self.pooled, request.row) if self.pooled else None,
                 )
         return None
 
@@ -98,11 +99,11 @@ class StepResults(NamedTuple):
             [one for one in self.pooled if id(one) not in reported],
         )
 
-    def _logprobs_of(self, index: int, num_tokens: int) -> list[TokenLogprobs] | None:
+    def _logprobs_of(
+        self, logprobs: list[TokenLogprobs | None], index: int, num_tokens: int
+    ) -> list[TokenLogprobs] | None:
         """The logprobs of the first num_tokens tokens of one request, if it asked for any."""
-        if self.logprobs is None:
-            return None
-        of_row = self.logprobs[self.spans.slice_of(index)]
+        of_row = logprobs[self.spans.slice_of(index)]
         return [one for one in of_row[:num_tokens] if one is not None] or None
 
     def without(self, indices: list[int]) -> StepResults:
@@ -118,19 +119,38 @@ class StepResults(NamedTuple):
 def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: RunningTable) -> StepResults:
     """Confirms the tokens that the step computed, and appends those that it sampled; drops results of requests that
     were preempted or ended since."""
-    spans = RowSpans(step.num_steps, output.num_gained)
-    if step.version == running.version and step.samples is None and output.rows is None and not output.row_errors:
-        _check_tokens(step, output, spans, step.max_gained, running.num)
-        if step.max_gained is None and spans.counts is None:
-            running.append_to_all(output.token_ids, step.num_steps)
-        else:
-            running.confirmed += step.num_steps
-            if step.max_gained is not None:
-                running.confirm_gains(_ALL, step.max_gained, spans.per_row)
-            running.append_tokens(_ALL, output.token_ids, spans)
-        prompts = output.prompt_logprobs, output.pooled
-        return StepResults(_ALL, step.rows, output.token_ids, spans, output.logprobs, [], *prompts)
+    is_plain = step.num_steps == 1 and output.num_gained is None
+    spans = ONE_EACH if is_plain else RowSpans(step.num_steps, output.num_gained)
+    is_whole = step.samples is None and output.rows is None and not output.row_errors
+    if is_whole and step.version == running.version:
+        return _apply_whole(step, output, spans, _ALL, running)
     positions = running.positions_of_runs(step.rows, step.runs)
+    if is_whole and (positions >= 0).all():
+        return _apply_whole(step, output, spans, positions, running)
+    return _apply_part(step, output, spans, positions, running)
+
+
+def _apply_whole(
+    step: StepInFlight, output: ModelRunnerOutput, spans: RowSpans, positions: np.ndarray | slice, running: RunningTable
+) -> StepResults:
+    """Every row of the step still runs, and has sampled. positions [n]: of the rows, or the slice of all."""
+    _check_tokens(step, output, spans, step.max_gained, len(step.rows))
+    if positions is _ALL and step.counts is None and step.max_gained is None and spans.counts is None:
+        running.append_to_all(output.token_ids, step.num_steps)
+    else:
+        running.confirmed[positions] += step.num_steps if step.counts is None else step.counts
+        if step.max_gained is not None:
+            running.confirm_gains(positions, step.max_gained, spans.per_row)
+        running.append_tokens(positions, output.token_ids, spans)
+    prompts = output.prompt_logprobs, output.pooled
+    return StepResults(positions, step.rows, output.token_ids, spans, output.logprobs, [], *prompts)
+
+
+def _apply_part(
+    step: StepInFlight, output: ModelRunnerOutput, spans: RowSpans, positions: np.ndarray, running: RunningTable
+) -> StepResults:
+    """Some rows of the step have ended, failed, or have more of their prompt to compute. positions [n]: -1 of those
+    that have ended."""
     alive = positions >= 0
     messages = {error.row: error.message for error in output.row_errors}
     erring = np.isin(step.rows, [*messages]) if messages else np.zeros(len(step.rows), bool)
@@ -155,7 +175,7 @@ def apply_output(step: StepInFlight, output: ModelRunnerOutput, running: Running
 
 
 def _of_row(found: list[_OfPrompt], row: int | None) -> _OfPrompt | None:
-    return next((one for one in found if one.row == row), None) if found else None
+    return next((one for one in found if one.row == row), None)
 
 
 def _kept(

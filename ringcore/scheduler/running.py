@@ -54,45 +54,31 @@ class RunningRequests:
         """Allocates blocks and columns of all requests that started; the messages for the workers, in their order."""
         if not self._starting:
             return []
-        (rows, requests, prefixes), self._starting = zip(*self._starting, strict=True), []
+        starting, self._starting = self._starting, []
+        rows, requests, prefixes = zip(*starting, strict=True)
+        at_rows = np.array(rows)
         self.kv_cache.allocate_reserved()
         computed = [prefix.num_computed_tokens for prefix in prefixes]
-        run = self.table.add(requests, rows, computed, self.kv_cache.capacity[np.array(rows)])
-        messages = []
-        for row, request, prefix in zip(rows, requests, prefixes, strict=True):
+        first_run = self.table.add(requests, rows, computed, self.kv_cache.capacity[at_rows])
+        for run, (row, request, prefix) in enumerate(starting, first_run):
             request.start(row, run, prefix.num_computed_tokens, now_s)
-            self.stop_tokens.add(request.stop_token_ids)
-            messages.append(self._message(row, request, prefix))
-            run += 1
-        return messages
-
-    def _message(self, row: int, request: Request, prefix: CachedPrefix) -> NewRequest:
-        return NewRequest(
-            row,
-            request.tokens,
-            request.num_prompt_tokens,
-            prefix.num_computed_tokens,
-            prefix.num_cached_tokens,
-            self.kv_cache.block_ids(row),
-            request.sampling_params,
-            request.seed,
-            request.stop_token_ids,
-            request.bad_words_token_ids,
-            request.extra_keys.cache_salt,
-        )
+            if request.stop_token_ids:
+                self.stop_tokens.add(request.stop_token_ids)
+        return list(map(_message, rows, requests, prefixes, self.kv_cache.block_ids_of(at_rows)))
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Frees all their resources. Their computed blocks stay in the prefix cache until evicted."""
         if not requests:
             return
         table = self.table
-        positions = [table.position_of(request) for request in requests]
-        rows = table.row[positions]
+        freed = [request.row for request in requests if request.row is not None]
+        rows = np.array(freed)
+        positions = table.positions_of(rows)
         self.kv_cache.publish(rows, table.token_ids, table.confirmed[positions])
         self.kv_cache.free_rows(rows)
-        freed = rows.tolist()
         for request, row in zip(requests, freed, strict=True):
-            self.stop_tokens.remove(request.stop_token_ids)
+            if request.stop_token_ids:
+                self.stop_tokens.remove(request.stop_token_ids)
             heapq.heappush(self._free_rows, row)
         self.finished_rows += freed
         table.remove(positions)
@@ -136,3 +122,19 @@ class RunningRequests:
         self.stop_tokens.check(token_id for request in table.in_order() for token_id in request.stop_token_ids)
         confirmed = dict(zip(rows, table.confirmed.tolist(), strict=True))
         self.kv_cache.check(dict(zip(rows, table.computed.tolist(), strict=True)), confirmed)
+
+
+def _message(row: int, request: Request, prefix: CachedPrefix, block_ids: list[np.ndarray]) -> NewRequest:
+    return NewRequest(
+        row,
+        request.tokens,
+        request.num_prompt_tokens,
+        prefix.num_computed_tokens,
+        prefix.num_cached_tokens,
+        block_ids,
+        request.sampling_params,
+        request.seed,
+        request.stop_token_ids,
+        request.bad_words_token_ids,
+        request.extra_keys.cache_salt,
+    )

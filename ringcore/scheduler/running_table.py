@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringcore.protocol.row_spans import RowSpans
+from ringcore.protocol.row_spans import ONE_EACH, RowSpans
 from ringcore.scheduler.request import Request
 
 __all__ = ["RunningTable"]
@@ -104,7 +104,7 @@ class RunningTable:
         first, begin, end = self._num_runs, self.num, self.num + len(requests)
         self._num_runs += len(requests)
         lengths = [len(request.tokens) for request in requests]
-        limits = [request.max_total_tokens for request in requests]
+        ends = [row * self._stride + length for row, length in zip(rows, lengths, strict=True)]
         columns = (
             rows,
             range(first, self._num_runs),
@@ -112,36 +112,36 @@ class RunningTable:
             computed,
             computed,
             lengths,
-            [row * self._stride + length for row, length in zip(rows, lengths, strict=True)],
+            ends,
             [-1] * len(requests),
             capacity,
-            limits,
+            [request.max_total_tokens for request in requests],
             [request.max_gain for request in requests],
             [request.priority for request in requests],
             [request.sequence for request in requests],
         )
         self._matrix = np.concatenate((self._matrix, np.array(columns)), axis=1)
-        for row, length, request in zip(rows, lengths, requests, strict=True):
-            self.token_ids[row, :length] = request.tokens
-            self.requests[row] = request
-        at = list(rows)
-        self._positions[at], self._runs[at] = np.arange(begin, end), np.arange(first, self._num_runs)
-        room = min(limit - length for limit, length in zip(limits, lengths, strict=True))
-        self.min_room = min(self.min_room, room) if self.num else 0
-        self.has_drafts |= any(request.max_gain > 1 for request in requests)
         self.num = end
         self._changed()
+        for request, row, length, its_end in zip(requests, rows, lengths, ends, strict=True):
+            self._all_token_ids[its_end - length : its_end] = request.tokens
+            self.requests[row] = request
+        at = self.row[begin:]
+        self._positions[at], self._runs[at] = np.arange(begin, end), self.run[begin:]
+        room = int((self.max_total[begin:] - self.total[begin:]).min())
+        self.min_room = min(self.min_room, room) if begin else 0
+        self.has_drafts |= bool((self.max_gain[begin:] > 1).any())
         return first
 
-    def remove(self, positions: list[int]) -> None:
-        """Removes these; the others keep their order."""
+    def remove(self, positions: np.ndarray) -> None:
+        """Removes these [n]; the others keep their order."""
         keep = np.ones(self.num, dtype=bool)
         keep[positions] = False
         left = self.row[~keep]
         self._runs[left] = -1
         for row in left.tolist():
             self.requests[row] = None
-        begin, num = min(positions), self.num - len(positions)
+        begin, num = int(positions.min()), self.num - len(positions)
         self._matrix = self._matrix.compress(keep, axis=1)  # contiguous, which an index does not promise
         self.num = num
         self._changed()
@@ -157,7 +157,7 @@ class RunningTable:
 
     def append_to_all(self, token_ids: np.ndarray, each: int) -> None:
         """Appends `each` tokens to every request, and confirms as many."""
-        self._store(self.end, token_ids, RowSpans(each))
+        self._store(self.end, token_ids, ONE_EACH if each == 1 else RowSpans(each))
         self._arrived += _ONE if each == 1 else each
 
     def _store(self, ends: np.ndarray, token_ids: np.ndarray, spans: RowSpans) -> None:
@@ -181,6 +181,11 @@ class RunningTable:
     def position_of(self, request: Request) -> int:
         assert request.row is not None
         return int(self._positions[request.row])
+
+    def positions_of(self, rows: np.ndarray) -> np.ndarray:
+        """[n] int64: of rows in use."""
+        positions: np.ndarray = self._positions[rows]
+        return positions
 
     def request_at(self, position: int) -> Request:
         return self.request_in(int(self.row[position]))

@@ -343,14 +343,16 @@ class Scheduler:
     def _finish(self, requests: Sequence[Request]) -> None:
         """Ends these requests, running or waiting."""
         self._running.stop([request for request in requests if request.status is RequestStatus.RUNNING])
+        may_be_held, self._starter.may_start = len(self._quarantine) > 0, True
         for request in requests:
-            if request in self._waiting:
-                self._waiting.remove(request.request_id)
-            self._quarantine.discard(request)
-            self.loading.discard(request)
+            if request.status is not RequestStatus.RUNNING:
+                if request in self._waiting:
+                    self._waiting.remove(request.request_id)
+                self.loading.discard(request)
+            if may_be_held:
+                self._quarantine.discard(request)
             request.finish()
             del self._requests[request.request_id]
-            self._starter.may_start = True
 
     # The workers died.
 

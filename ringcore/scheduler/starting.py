@@ -64,7 +64,7 @@ class Starter:
             return
         self._running.publish()
         passed: list[Request] = []
-        while self._waiting and self._running.has_free_row and self._may_skip_ahead(passed):
+        while self._waiting and self._running.has_free_row and (not passed or self._may_skip_ahead(passed)):
             if plan.token_budget == 0:
                 self.may_start = True
                 break
@@ -81,13 +81,14 @@ class Starter:
 
     def start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
         """Starts a request that is not in the queue; False, and nothing changed, if too few blocks are free."""
-        is_started = self._start(request, prefix, plan)
+        num_tokens = self._max_chunk_tokens(len(request.tokens) - prefix.num_computed_tokens)
+        is_started = self._start(request, prefix, num_tokens, plan)
         self._finish_starts(plan)
         return is_started
 
-    def _start(self, request: Request, prefix: CachedPrefix, plan: StepPlan) -> bool:
-        num_left = len(request.tokens) - prefix.num_computed_tokens
-        num_tokens = min(self._max_chunk_tokens(num_left), plan.token_budget)
+    def _start(self, request: Request, prefix: CachedPrefix, num_tokens: int, plan: StepPlan) -> bool:
+        """num_tokens: those that it computes, if the budget has so many."""
+        num_tokens = min(num_tokens, plan.token_budget)
         if not self._running.start(request, prefix, num_tokens):
             return False
         plan.add_new(num_tokens)
@@ -116,8 +117,9 @@ class Starter:
         return started
 
     def _may_skip_ahead(self, passed: Sequence[Request]) -> bool:
+        """passed: those that were tried and cannot start, at least one."""
         limit = self._config.max_skip_ahead
-        return not passed or (len(passed) <= limit and all(request.num_times_passed < limit for request in passed))
+        return len(passed) <= limit and all(request.num_times_passed < limit for request in passed)
 
     def _try_to_start(self, request: Request, plan: StepPlan) -> bool:
         kv_cache = self._running.kv_cache
@@ -128,10 +130,10 @@ class Starter:
         if kv_cache.stored is not None and self.loading.begin(request, prefix):
             return False
         num_tokens = self._max_chunk_tokens(len(request.tokens) - prefix.num_computed_tokens)
-        if not is_worth_starting(plan, num_tokens, self._config.token_budget):
+        if num_tokens > plan.token_budget and not is_worth_starting(plan, self._config.token_budget):
             self.may_start = True
             return False
-        if not self._start(request, prefix, plan):
+        if not self._start(request, prefix, num_tokens, plan):
             return False
         if request.num_preemptions == 0 and kv_cache.enable_prefix_caching and not request.needs_whole_prompt:
             self.num_prefix_hit_tokens += prefix.num_computed_tokens

@@ -18,6 +18,7 @@ from ringcore.scheduler.running_table import RunningTable
 __all__ = ["StepInFlight", "StepPlan", "check_in_flight", "with_transfers"]
 
 _NONE = int_array()
+_ALL = slice(None)
 
 
 class StepInFlight(NamedTuple):
@@ -134,12 +135,13 @@ class StepPlan:
         running.computed[positions] += counts
         running.last_step[positions] = step
         samples = running.computed[positions] == running.total[positions]
-        running.total[positions[samples]] += 1
+        running.total[positions] += samples
         running.min_room -= 1
         running.has_prefill = bool((running.total - running.computed > 1).any())
-        version = running.version if len(positions) == running.num else None
+        version = running.version if len(counts) == running.num else None
         rows, runs = running.row_ids[positions], running.run_ids[positions]
-        return StepInFlight(step, num_steps, version, rows, runs, counts, samples, max_gained)
+        some = None if samples.all() else samples
+        return StepInFlight(step, num_steps, version, rows, runs, counts, some, max_gained)
 
     def _launch_drafts(self, max_gained: np.ndarray, running: RunningTable) -> np.ndarray:
         """Counts all drafts as computed and accepted; returns the most tokens that each request of the step gains."""
@@ -149,14 +151,16 @@ class StepPlan:
         running.min_room -= int(max_gained.max()) - 1
         return np.append(max_gained, np.ones(len(self.new_counts), dtype=np.int64))
 
-    def _all_shares(self, num_running_now: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and token counts of all requests in the step, new ones last."""
-        positions = np.arange(self.num_running) if self.positions is None else self.positions
-        counts = np.ones(len(positions), dtype=np.int64) if self.counts is None else self.counts
-        if self.new_counts:
+    def _all_shares(self, num_running_now: int) -> tuple[np.ndarray | slice, np.ndarray]:
+        """Positions and token counts of all requests in the step, new ones last. A slice: every running request."""
+        positions = _ALL if self.positions is None else self.positions
+        counts = np.ones(self.num_running, np.int64) if self.counts is None else self.counts
+        if not self.new_counts:
+            return positions, counts
+        if self.positions is not None:
             started = np.arange(self.num_running, num_running_now)
-            positions, counts = np.concatenate((positions, started)), np.concatenate((counts, self.new_counts))
-        return positions, counts
+            positions = np.concatenate((self.positions, started))
+        return positions, np.concatenate((counts, self.new_counts))
 
     def to_output(self, step: StepInFlight, finished_rows: list[int], repeats_rows: bool) -> SchedulerOutput:
         """repeats_rows: whether the step's rows are those of the previous step, in its order."""

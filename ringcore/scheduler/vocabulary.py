@@ -16,6 +16,7 @@ from ringcore.params.sampling_params import MAX_BAD_WORDS, SamplingParams
 __all__ = ["MAX_PROMPT_LOGPROBS", "Vocabulary"]
 
 MAX_PROMPT_LOGPROBS = 4 << 20  # of one prompt, over all its positions: 48 MiB of its message
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)  # numpy looks a type up in each call
 _MAX_BAD_WORD_TOKENS = 2048  # 256 characters have fewer
 _MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS  # with and without a leading space
 
@@ -38,11 +39,11 @@ class Vocabulary:
         """
         try:
             data = token_ids if isinstance(token_ids, bytes) else struct.pack(f"{len(token_ids)}i", *token_ids)
-            tokens = np.frombuffer(data, np.int32)
+            tokens = np.frombuffer(data, _INT32)
         except (TypeError, ValueError, struct.error):  # not integers, or wider than 32 bits; a part of one
             raise self._not_in_vocabulary(field, token_ids) from None
         if len(tokens):
-            unsigned = tokens.view(np.uint32)  # a negative id is a large one there
+            unsigned = tokens.view(_UINT32)  # a negative id is a large one there
             if unsigned[unsigned.argmax()] >= self.size:  # in half of the time of max()
                 raise self._not_in_vocabulary(field, tokens.tolist())
         return tokens

@@ -21,12 +21,12 @@ def test_the_last_place_of_a_block_counts():
     queue.add(ids(3))
     assert queue.first(3).tolist() == [2, 1, 3]
     assert queue.pop(2).tolist() == [2, 1]
-    assert len(queue) == 1
+    assert queue.num == 1
     queue.check()
     with pytest.raises(AssertionError, match="not so many"):
         queue.first(2)
     queue.clear()
-    assert (len(queue), queue.first(0).tolist()) == (0, [])
+    assert (queue.num, queue.first(0).tolist()) == (0, [])
 
 
 def test_as_an_ordered_dict():
@@ -52,6 +52,6 @@ def test_as_an_ordered_dict():
                 assert queue.pop(count).tolist() == popped
                 for one in popped:
                     del model[one]
-        assert len(queue) == len(model)
-        assert queue.first(len(queue)).tolist() == list(model)
+        assert queue.num == len(model)
+        assert queue.first(queue.num).tolist() == list(model)
     queue.check()

@@ -54,7 +54,7 @@ def test_the_others_move_up_in_their_order(table, gone, left):
     version = table.version
     for position in gone:
         table.request_at(position).finish()
-    table.remove(gone)
+    table.remove(np.array(gone))
     table.check()
     assert table.row.tolist() == left
     assert table.sequence.tolist() == [100 + row for row in left]
@@ -63,7 +63,7 @@ def test_the_others_move_up_in_their_order(table, gone, left):
 
 def test_what_is_in_flight_for_a_row_is_not_for_its_next_owner(table):
     rows, runs = table.row_ids, table.run_ids
-    table.remove([1])
+    table.remove(np.array([1]))
     assert table.positions_of_runs(rows, runs).tolist() == [0, -1, 1]
     start(table, 0, [7])
     assert table.positions_of_runs(rows, runs).tolist() == [0, -1, 1]
@@ -124,7 +124,7 @@ def test_room_is_that_of_the_fullest():
     start(table, 0, [1, 2], max_total_tokens=9)
     start(table, 1, [1, 2], max_total_tokens=5)
     assert table.room() == 3
-    table.remove([1])
+    table.remove(np.array([1]))
     assert table.room() <= 7, "never too much, until it matters"
     table.total += 7
     table.min_room -= 7
