@@ -12,11 +12,12 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+from interpreted_values import keep_values, number_key
 
 
 def use_interpreter() -> None:
@@ -36,7 +37,6 @@ def use_interpreter() -> None:
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
-    TritonSemantic.computation_type_impl = _kept_promotions(TritonSemantic.computation_type_impl)
     _keep_constants(TritonSemantic, interpreter)
     interpreter._get_np_dtype = _kept_dtypes(interpreter._get_np_dtype)
     interpreter._convert_float = _e4m3(interpreter._convert_float)
@@ -48,7 +48,7 @@ def use_interpreter() -> None:
     core.dtype.__eq__ = _same_or_equal(core.dtype.__eq__)
     core.block_type.__init__ = _kept_blocks(core)
     core.block_type.with_element_ty = _kept_element_types(core)
-    core.tensor.__init__ = _kept_shapes(core)
+    keep_values(interpreter, core, TritonSemantic)
 
 
 def multiply_in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -59,23 +59,11 @@ def multiply_in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarr
 
 def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     def unless_equal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        if lhs.shape is rhs.shape:  # `_kept_shapes`: equal ones are one object
+        if lhs.shape is rhs.shape:  # `keep_values`: equal ones are one object
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
     return unless_equal
-
-
-def _kept_promotions(promote: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[tuple[str, bool, str, bool, bool], Any] = {}
-
-    def kept(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
-        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
-        if key not in known:
-            known[key] = promote(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
-        return known[key]
-
-    return kept
 
 
 MAX_KEPT_BLOCK = 1024  # elements: a larger one takes longer to fill than to describe
@@ -84,12 +72,12 @@ MAX_KEPT_BLOCK = 1024  # elements: a larger one takes longer to fill than to des
 def _keep_constants(semantic: Any, interpreter: Any) -> None:
     """Of constants the arrays are kept, which nobody can write; each use has a handle of its own."""
     make, splat = semantic.scalar_constant, interpreter.InterpreterBuilder.create_splat
-    scalars: dict[tuple[type, Any, str], Any] = {}
+    scalars: dict[tuple[tuple[type, Any], str], Any] = {}
     blocks: dict[tuple[int, tuple[int, ...]], Any] = {}
     ids: set[int] = set()  # of the scalars' arrays, which live as long as this process
 
     def kept_scalar(self: Any, value: Any, dtype: Any) -> Any:
-        key = type(value), value, dtype.name
+        key = number_key(value), dtype.name
         if key not in scalars:
             handle = scalars[key] = make(self, value, dtype).handle
             handle.data.flags.writeable = False
@@ -167,11 +155,21 @@ def _patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
 def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     from triton.runtime.interpreter import interpreter_semantic
 
+    # What only checks that it is given a semantic need not be called.
+    call = member.__wrapped__ if getattr(member, "__code__", None) is _code_of_checks() else member
+
     def with_semantic(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = interpreter_semantic
-        return member(*args, **kwargs)
+        return call(*args, **kwargs)
 
     scope.set_attr(obj, name, with_semantic)
+
+
+@functools.cache
+def _code_of_checks() -> CodeType:
+    from triton.language import core
+
+    return core.builtin(lambda: None).__code__
 
 
 @functools.cache
@@ -252,24 +250,6 @@ def _kept_element_types(core: Any) -> Callable[..., Any]:
         if key not in known:
             known[key] = core.block_type(scalar_ty, list(self.sizes))
         return known[key]
-
-    return kept
-
-
-def _kept_shapes(core: Any) -> Callable[..., None]:
-    describe = core.tensor.__init__
-
-    @functools.cache
-    def described(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        value = core.tensor.__new__(core.tensor)
-        describe(value, None, core.block_type(core.int32, list(shape)) if shape else core.int32)
-        return value.shape, value.numel
-
-    of_scalar = described(())
-
-    def kept(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = described(type.sizes) if type.is_block() else of_scalar
 
     return kept
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import importlib
 import os
 import select
@@ -45,7 +46,10 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write(f"ringcore {header['name']}"[:15])  # what ps and top show
     module, function = header["entry"].split(":")
-    vars(importlib.import_module(module))[function](payload, fds)
+    try:
+        vars(importlib.import_module(module))[function](payload, fds)
+    finally:
+        gc.freeze()  # as it ends, the interpreter looks for garbage among all that torch and transformers have imported
 
 
 def _die_with_parent(pipe_fd: int, parent_pid: int, next_fd: int | None) -> None:

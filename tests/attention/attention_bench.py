@@ -258,19 +258,20 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last tokens of a sequence: q [n, num_heads, head_size], keys and values [all, num_kv_heads, ...]. In float64,
-    token by token and by the definitions alone."""
+    all scores of all tokens, by the definitions alone."""
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
-    rows = []
-    for row, position in zip(q.double(), range(len(keys) - len(q), len(keys)), strict=True):
-        seen = slice(int(first_seen(spec, torch.tensor(position))), position + 1)
-        scores = torch.einsum("hd,khd->hk", row, keys[seen]) * layer.scale
-        if layer.softcap is not None:
-            scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        exponents = scores if sinks is None else torch.cat((scores, sinks.double()[:, None]), 1)
-        weights = exponents.softmax(-1)[:, : scores.shape[1]]
-        rows.append(torch.einsum("hk,khd->hd", weights, values[seen]))
-    return torch.stack(rows)
+    tokens = torch.arange(len(keys))
+    positions = tokens[len(keys) - len(q) :, None]
+    is_seen = (first_seen(spec, positions) <= tokens) & (tokens <= positions)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), 2)
+    weights = scores.softmax(-1)[..., : len(keys)]
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 def run_case(bench: Bench, case: list[tuple[int, int]], consecutive: bool = False) -> None:

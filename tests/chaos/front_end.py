@@ -19,7 +19,8 @@ from typing import Any
 
 import chaos_engine
 import chaos_plan
-from chaos_engine import LARGE_BYTES, WAIT_S, TokenReader, check, check_serves, describe, make_config, make_request
+from chaos_engine import WAIT_S, TokenReader, check, check_serves, describe, make_config, make_request
+from chaos_worker import LARGE_BYTES
 
 from ringcore.errors import RingcoreError, WorkerDiedError
 from ringcore.executor.ring_memory import unnamed_file

@@ -2,7 +2,7 @@
 
 import sys
 
-from chaos_engine import ChaosMultiproc
+from chaos_worker import ChaosMultiproc
 from fake_engine import expected
 
 from ringcore import LLM, SamplingParams

@@ -10,7 +10,8 @@ import sys
 import time
 
 import pytest
-from chaos_engine import WAIT_S, GatedMultiproc, HangingMultiproc, TokenReader, make_config
+from chaos_engine import WAIT_S, TokenReader, make_config
+from chaos_worker import GatedMultiproc, HangingMultiproc
 from fake_engine import make_model_folder
 from process_stat import is_alive
 from process_table import wait_until

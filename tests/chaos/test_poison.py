@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from chaos_engine import ChaosMultiproc, make_config
+from chaos_engine import make_config
+from chaos_worker import ChaosMultiproc
 
 from ringcore.errors import InvalidRequestError, RingcoreError, WorkerError
 from ringcore.executor.rpc_call import EncodedCall

@@ -9,7 +9,8 @@ import threading
 from collections import deque
 
 import pytest
-from chaos_engine import LARGE_BYTES, WAIT_S, ChaosMultiproc, TokenReader, make_config
+from chaos_engine import WAIT_S, TokenReader, make_config
+from chaos_worker import LARGE_BYTES, ChaosMultiproc
 from process_stat import is_alive
 from process_table import wait_until
 

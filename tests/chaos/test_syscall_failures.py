@@ -12,7 +12,8 @@ import threading
 import time
 
 import pytest
-from chaos_engine import LARGE_BYTES, ChaosMultiproc, make_config
+from chaos_engine import make_config
+from chaos_worker import LARGE_BYTES, ChaosMultiproc
 from failing_calls import Failer
 from process_table import Census, wait_until
 from ring_traffic import CAPACITY, Traffic, check_message
