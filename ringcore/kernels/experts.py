@@ -15,6 +15,7 @@ see `experts_fma`. FP8 weights whose rows are to be rounded are multiplied by FP
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 import triton
@@ -194,11 +195,7 @@ class GroupedProducts:
             is_transposed=weight.is_transposed,
             has_bias=bias is not None,
             is_gated=num_outputs != num_weights,
-            is_gelu=gate.is_gelu,
-            alpha=gate.alpha,
-            limit=gate.limit,
-            offset=gate.offset,
-            is_interleaved=gate.is_interleaved,
+            **asdict(gate),
             sums=sums is not None,
             adds=sums is not None and sums.adds,
             pdl=pdl,

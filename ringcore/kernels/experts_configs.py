@@ -76,7 +76,8 @@ def grouped_tiles(
         rows = sorted({most, max(_MIN_ROWS, most // 4)})
     else:
         mean = min(_MOST_ROWS, num_tokens * k // num_experts)
-        rows = [one for one in (16, 32, 64, 128, 256) if mean // 2 <= one <= 4 * max(_MIN_ROWS, mean)]
+        most = min(4 * max(_MIN_ROWS, mean), max(_MAX_ROWS, mean))
+        rows = [one for one in (16, 32, 64, 128, 256) if mean // 2 <= one <= most]
     shapes: Iterable[tuple[int, int, int, int]] = _FEW + _WIDE if num_tokens <= 256 else _WIDE
     if numbers == FP8_NUMBERS:  # twice as many inputs are as many bytes, and a block has one group
         shapes = [(weights, 128, warps, min(8, 2 * stages - 2)) for weights, _, warps, stages in shapes]

@@ -7,6 +7,8 @@ for another. Each holds its weights in registers, which are loaded at once. Of q
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 import triton
 import triton.language as tl
@@ -217,11 +219,7 @@ def _gate(
         block_inputs=min(_GATE_INPUTS, triton.next_power_of_2(num_inputs)),
         has_norm=norm is not None,
         has_bias=bias is not None,
-        is_gelu=gate.is_gelu,
-        alpha=gate.alpha,
-        limit=gate.limit,
-        offset=gate.offset,
-        is_interleaved=gate.is_interleaved,
+        **asdict(gate),
         pdl=pdl,
         num_warps=_NUM_WARPS,
         **launch_options(pdl),
