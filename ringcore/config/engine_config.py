@@ -17,7 +17,7 @@ import msgspec
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.checkpoint.model_files import find_tokenizer
 from ringcore.config.deterministic_checks import check_deterministic
-from ringcore.config.expert_formats import with_experts_of_device
+from ringcore.config.expert_formats import check_experts
 from ringcore.config.gguf_weights import with_gguf_weights
 from ringcore.config.option_checks import check_kv_cache_dtype, check_together, check_values
 from ringcore.config.options import (
@@ -91,7 +91,7 @@ class EngineConfig:
         if options["tokenizer"] is not None:
             files = msgspec.structs.replace(files, tokenizer_path=str(find_tokenizer(options["tokenizer"])))
         spec = read_model_spec(files, FAMILIES, options["model_impl"], options["quantization"])
-        spec = with_experts_of_device(spec, options["device"], Host())
+        check_experts(spec, options["device"], Host())
         spec = with_gguf_weights(spec, files, options["gguf_weights"], options["dtype"], options["device"], Host())
         head = draft_head_of(options["speculative"], files, spec, FAMILIES)
         defaults = read_sampling_defaults(files) if options["generation_config"] == "auto" else {}

@@ -19,7 +19,7 @@ from ringcore.checkpoint.quantization import (
 )
 from ringcore.checkpoint.quantization.rules import matches
 from ringcore.checkpoint.quantization.shares import refused_shares
-from ringcore.config.expert_formats import with_experts_of_device
+from ringcore.config.expert_formats import check_experts
 from ringcore.errors import ConfigError, ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.host.resources import Host
@@ -277,11 +277,11 @@ def test_experts_on_a_gpu(tmp_path):
     def spec(number, config, **options):
         folder = model_folder(tmp_path, **mixture, **({} if config is None else {"quantization_config": config}))
         read = read_model_spec(find_model(folder, "dummy"), FAMILIES, quantization=number)
-        return with_experts_of_device(read, options.get("device", "auto"), options.get("host", WithGpu()))
+        check_experts(read, options.get("device", "auto"), options.get("host", WithGpu()))
+        return read
 
     expert = "model.layers.0.mlp.experts.0.up_proj"
-    assert spec("int4", None).quantization.format_of(expert) is None
-    assert spec("int4", None, device="cpu").quantization.format_of(expert) is not None
+    assert spec("int4", None).quantization.format_of(expert) is not None
     assert spec(None, AWQ).quantization.format_of(expert) is not None
     ordered = group(weights__actorder="group")
     with pytest.raises(ConfigError, match="device='auto': a GPU has no kernels for experts in act-order; give"):

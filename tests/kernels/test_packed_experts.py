@@ -13,7 +13,7 @@ import torch
 from expert_stacks import stacked_experts
 from test_experts import FORMS, GPT_OSS, SILU, Case, routed
 
-from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, InputFormat, PackedFormat
+from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, InputFormat, OnLoadFormat, PackedFormat
 from ringcore.kernels import experts as experts_module
 from ringcore.kernels import packed_experts_fma
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
@@ -21,10 +21,13 @@ from ringcore.kernels.experts import experts, takes_norm
 from ringcore.kernels.experts_configs import choose_grouped
 from ringcore.kernels.skinny_times import FP8_NUMBERS
 from ringcore.model_executor import ops
+from ringcore.model_executor.expert_schemes.stacked import ExpertStack
 from ringcore.model_executor.linear_schemes import quantized_product
 from ringcore.model_executor.linear_schemes.awq_scheme import AwqScheme
 from ringcore.model_executor.linear_schemes.codes_scheme import CodesScheme
+from ringcore.model_executor.linear_schemes.on_load_scheme import OnLoadScheme, quantize_groups
 from ringcore.model_executor.linear_schemes.packed_scheme import PackedScheme
+from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 
 pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("_as_on_a_gpu")]
 
@@ -120,6 +123,32 @@ def test_several_tokens_by_fp8(device, monkeypatch, name, kind, n):
     for matrix in (case.matrices.up, case.matrices.down):
         monkeypatch.setattr(matrix, "rounded", None)
     assert (experts(x, routing, case.matrices, SILU) - exact).norm() <= 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("number", ["fp8", "int4"])
+def test_experts_that_are_quantized_while_they_are_loaded(device, number):
+    """Codes and scales are one row of bytes."""
+    scheme, num_experts, hidden, size = OnLoadScheme(OnLoadFormat(number)), 3, 256, 128
+    case = Case(device, num_experts, hidden, size)
+
+    def loaded(matrices):
+        _, num_outputs, num_inputs = matrices.shape
+        output = OutputSlice("m", num_outputs, 0, num_outputs)
+        shard = LinearShard("m", (output,), InputSlice.whole(num_inputs), torch.float32)
+        stack = ExpertStack("m", scheme, (shard,) * num_experts)
+        (weight,) = stack.weights().values()
+        rows = weight.parts[0].encoding(matrices.flatten(0, 1))
+        weight.arrangement.arrange(rows)
+        bound = stack.bound({"weight": rows}, updatable=True)
+        codes, scales = quantize_groups(matrices.reshape(-1, num_inputs // 128, 128), number)
+        numbers = ((codes.float() - (8 if number == "int4" else 0)) * scales[..., None]).view_as(matrices)
+        every_expert = torch.arange(num_experts, device=device)
+        torch.testing.assert_close(bound.numbers(every_expert), numbers, atol=1e-6, rtol=1e-5)
+        return bound
+
+    case.matrices = ExpertMatrices(loaded(case.matrices.up.stored), loaded(case.matrices.down.stored))
+    check_one(case, 1e-5)
+    case.check(5, config=experts_module.DotConfig(32, 128, 2, 2, 1, block_rows=16))
 
 
 def test_rows_that_no_kernel_rounds(device):
