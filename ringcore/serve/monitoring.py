@@ -26,7 +26,7 @@ def add_monitoring(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=_described(HealthResponse))
     async def health() -> Response:
         """200 for an engine that is ready or sleeps; else 503. The cause of its death is in the answers to requests."""
-        replicas = await service.engine.replica_healths()
+        replicas = await _replicas(service)
         health = merged_health(replicas)
         body = {name: getattr(health, name) for name in ("state", "num_running", "num_waiting", "num_restarts")}
         body["replicas"] = [one.state for one in replicas]
@@ -43,7 +43,7 @@ def add_monitoring(app: FastAPI, service: Service) -> None:
         """200 while a request would be computed now: an engine is ready and not paused, and the service goes on."""
         if service.is_ending:
             return _probed("the service ends")
-        engines = await service.engine.replica_healths(_PROBE_S)
+        engines = await _replicas(service, _PROBE_S)
         return _probed(None if any(map(_is_serving, engines)) else _why_not(engines))
 
     @app.get("/version", responses={200: {"model": VersionResponse}})
@@ -53,6 +53,15 @@ def add_monitoring(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(await asyncio.to_thread(render, service.metrics), media_type=CONTENT_TYPE)
+
+
+async def _replicas(service: Service, timeout: float = 1.0) -> list[EngineHealth]:
+    """Asked once more where none of several serves: their answers are of different times, so that one may be of an
+    engine before it was ready, and the other of one that was replaced after that one was."""
+    engines = await service.engine.replica_healths(timeout)
+    if len(engines) > 1 and not any(map(_is_serving, engines)):
+        engines = await service.engine.replica_healths(timeout)
+    return engines
 
 
 def _is_serving(engine: EngineHealth) -> bool:
