@@ -72,18 +72,18 @@ def grouped_tiles(
 ) -> list[DotConfig]:
     """Those to time for num_tokens tokens with k of num_experts experts each."""
     if num_tokens <= MAX_FEW_TOKENS:
-        most = max(_MIN_ROWS, _power_of_2(num_tokens))
-        rows = sorted({most, max(_MIN_ROWS, most // 4)})
+        most_rows = max(_MIN_ROWS, _power_of_2(num_tokens))
+        rows = sorted({most_rows, max(_MIN_ROWS, most_rows // 4)})
     else:
         mean = min(_MOST_ROWS, num_tokens * k // num_experts)
-        most = min(4 * max(_MIN_ROWS, mean), max(_MAX_ROWS, mean))
-        rows = [one for one in (16, 32, 64, 128, 256) if mean // 2 <= one <= most]
+        most_rows = min(4 * max(_MIN_ROWS, mean), max(_MAX_ROWS, mean))
+        rows = [one for one in (16, 32, 64, 128, 256) if mean // 2 <= one <= most_rows]
     shapes: Iterable[tuple[int, int, int, int]] = _FEW + _WIDE if num_tokens <= 256 else _WIDE
     if numbers == FP8_NUMBERS:  # twice as many inputs are as many bytes, and a block has one group
         shapes = [(weights, 128, warps, min(8, 2 * stages - 2)) for weights, _, warps, stages in shapes]
     # Of 4 bits a block is four products, and wide blocks take ten times as long.
-    most = 128 if numbers.bytes < 1 or numbers == FP8_NUMBERS else num_inputs
-    shapes = dict.fromkeys(shape for shape in shapes if shape[1] <= min(most, num_inputs))
+    most_inputs = min(128, num_inputs) if numbers.bytes < 1 or numbers == FP8_NUMBERS else num_inputs
+    shapes = dict.fromkeys(shape for shape in shapes if shape[1] <= most_inputs)
     tiles = [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes]
     return [tile for tile in tiles if tile.block_weights * tile.block_rows <= _MOST_SUMS]
 

@@ -13,16 +13,7 @@ from ringcore.kernels.round_rows import LARGEST, LEAST_SCALE
 from ringcore.kernels.weight_groups import has_quads
 from ringcore.kernels.weight_loads import spread_columns
 
-__all__ = [
-    "chunk_inputs",
-    "chunk_sums",
-    "fp8_scaled",
-    "load_numbers",
-    "load_row",
-    "rounded",
-    "row_scale",
-    "sums_of_chunks",
-]
+__all__ = ["chunk_inputs", "chunk_sums", "load_row", "sums_of_chunks"]
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 
@@ -33,9 +24,9 @@ def chunk_inputs(layout):
 
 
 @triton.jit
-def load_numbers(row, at, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """A block of rows as the four numbers of words meet it: four [n, m] float32, out of bounds 0. row: a pointer to a
-    row [num_inputs], or to each [n, 1]."""
+def _load_quad(row, at, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """A block of a row, [num_inputs], as the four numbers of words meet it: four [1, m] float32, out of bounds 0; or of
+    n rows, [n, m], where `row` points to each of them, [n, 1]."""
     count: tl.constexpr = block_inputs // 4
     if layout[7] == 1:  # consecutive numbers, loaded as such: one by one they are four times the transactions
         inputs = at + tl.arange(0, block_inputs)[None, :]
@@ -68,26 +59,25 @@ def load_row(
     layout: tl.constexpr,
 ):
     """A row [num_inputs] as tuples of tiles [1, m] that match those of the numbers, times the gain and rounded to FP8
-    if it is to be; and the sum of its squares. x: a pointer to it; or to each of n rows, [n, 1], of which no squares
-    are summed."""
+    if it is to be; and the sum of its squares. x: a pointer to it; or to each of n rows, [n, 1], without a norm."""
     tiles = ()
     squares = tl.zeros([1, block_inputs // 4], tl.float32)
     for at in tl.static_range(0, num_inputs, block_inputs):
-        of_block = load_numbers(x, at, num_inputs, block_inputs, layout)
+        of_block = _load_quad(x, at, num_inputs, block_inputs, layout)
         if has_norm:
-            gains = load_numbers(gain, at, num_inputs, block_inputs, layout)
+            gains = _load_quad(gain, at, num_inputs, block_inputs, layout)
             for part in tl.static_range(4):
                 squares += of_block[part] * of_block[part]
                 tiles += (of_block[part] * gains[part],)
         else:
             tiles += of_block
     if row_group > 0:
-        tiles = rounded(tiles, num_inputs, block_inputs, row_group)
+        tiles = _rounded(tiles, num_inputs, block_inputs, row_group)
     return tiles, tl.sum(squares, 1)
 
 
 @triton.jit
-def rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_group: tl.constexpr):
+def _rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_group: tl.constexpr):
     """Codes times their scales. A norm's factor, which is not in them yet, does not change codes."""
     by_row: tl.constexpr = row_group == num_inputs
     size: tl.constexpr = block_inputs if by_row else row_group
@@ -97,7 +87,8 @@ def rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_gro
     for block in tl.static_range(0, len(tiles), 4):
         largest = tl.maximum(tl.abs(tiles[block]), tl.abs(tiles[block + 1]))
         largest = tl.maximum(largest, tl.maximum(tl.abs(tiles[block + 2]), tl.abs(tiles[block + 3])))
-        all_scales += (row_scale(tl.max(tl.reshape(largest, shape), 2, keep_dims=True)),)
+        scales = tl.max(tl.reshape(largest, shape), 2, keep_dims=True) / _LARGEST
+        all_scales += (tl.maximum(scales, _LEAST_SCALE),)
     if by_row:
         scale = all_scales[0]
         for block in tl.static_range(1, len(all_scales)):
@@ -105,21 +96,15 @@ def rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_gro
     found = ()
     for tile in tl.static_range(len(tiles)):
         of_groups = scale if by_row else all_scales[tile // 4]
-        found += (tl.reshape(fp8_scaled(tl.reshape(tiles[tile], shape), of_groups), [num_rows, block_inputs // 4]),)
+        rounded = _fp8(tl.reshape(tiles[tile], shape) / of_groups) * of_groups
+        found += (tl.reshape(rounded, [num_rows, block_inputs // 4]),)
     return found
 
 
 @triton.jit
-def row_scale(largest):
-    """Of the largest absolute value of those which share it."""
-    return tl.maximum(largest / _LARGEST, _LEAST_SCALE)
-
-
-@triton.jit
-def fp8_scaled(v, scales):
-    """Codes times their scales."""
-    codes = tl.minimum(tl.maximum(v / scales, -_LARGEST), _LARGEST)
-    return codes.to(tl.float8e4nv).to(tl.float16).to(tl.float32) * scales
+def _fp8(v):
+    v = tl.minimum(tl.maximum(v, -_LARGEST), _LARGEST)
+    return v.to(tl.float8e4nv).to(tl.float16).to(tl.float32)
 
 
 @triton.jit

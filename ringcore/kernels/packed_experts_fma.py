@@ -17,7 +17,7 @@ from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, ExpertWeight, Routing
 from ringcore.kernels.fma_row import chunk_sums, load_row
-from ringcore.kernels.packed_gemv import chunk_products, has_offset, load_outputs, row_product
+from ringcore.kernels.packed_gemv import chunk_products, has_offset, load_outputs
 from ringcore.kernels.packed_weight import NIBBLE_CHUNK, PackedWeight
 from ringcore.kernels.skinny_times import NUM_SMS
 from ringcore.kernels.weight_tiles import tile_arguments
@@ -61,8 +61,7 @@ def packed_expert_gate_kernel(
     pdl: tl.constexpr,
 ) -> None:
     """Program (i, j) computes tiles i, i + num_programs and so on of the outputs of the token's expert j; zeros of one
-    that this rank does not have. The next kernel starts after the wait of this one, so that it may read the routing
-    before its own."""
+    that this rank does not have. The next kernel starts after the wait of this one, as in `experts_fma`."""
     step = tl.num_programs(0)
     num_tiles: tl.constexpr = (num_outputs + block_outputs - 1) // block_outputs
     index = tl.arange(0, block_outputs)
@@ -90,10 +89,11 @@ def packed_expert_gate_kernel(
                 num_outputs, num_inputs, block_inputs, is_interleaved, layout,
             )  # fmt: skip
             of_gate, of_up = _gate_rows(base, outputs, num_outputs, is_interleaved)
-            gate = row_product(loaded, 0, row, sums, packed, of_gate, num_inputs, block_inputs, is_exact, layout)
-            up = row_product(
+            gate = chunk_products(loaded, 0, row, sums, packed, of_gate, num_inputs, block_inputs, is_exact, layout)
+            up = chunk_products(
                 loaded, len(loaded) // 2, row, sums, packed, of_up, num_inputs, block_inputs, is_exact, layout
             )
+            gate, up = tl.sum(gate, 1), tl.sum(up, 1)
             if has_norm:
                 gate, up = gate * factor, up * factor
             if has_bias:

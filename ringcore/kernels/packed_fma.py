@@ -17,7 +17,7 @@ import triton.language as tl
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.fma_row import chunk_sums, load_row
-from ringcore.kernels.packed_gemv import has_offset, load_outputs, row_product
+from ringcore.kernels.packed_gemv import chunk_products, has_offset, load_outputs
 
 __all__ = ["packed_fma_kernel"]
 
@@ -93,15 +93,16 @@ def packed_fma_kernel(
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
             inputs = tiles[row], sums[row], packed
-            y = row_product(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout)
+            y = tl.sum(chunk_products(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout), 1)
             if has_norm:
                 y *= factors[row]
             if has_bias:
                 y += tl.load(bias + rows).to(tl.float32)
             if is_gated:
-                z = row_product(
+                of_up = chunk_products(
                     loaded, len(loaded) // 2, *inputs, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
                 )
+                z = tl.sum(of_up, 1)
                 if has_norm:
                     z *= factors[row]
                 if has_bias:

@@ -15,7 +15,7 @@ from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES
 from ringcore.kernels.weight_groups import chunk_scales, chunk_zeros
 from ringcore.kernels.weight_loads import load_codes
 
-__all__ = ["chunk_products", "has_offset", "load_outputs", "row_product"]
+__all__ = ["chunk_products", "has_offset", "load_outputs"]
 
 _RAISED = RAISED.value
 _FP8, _INT8, _NIBBLES = tl.constexpr(BYTES_FP8), tl.constexpr(BYTES_INT8), tl.constexpr(NIBBLES)
@@ -73,7 +73,8 @@ def chunk_products(
     is_exact: tl.constexpr,
     layout: tl.constexpr,
 ):
-    """[n, chunks]: of outputs and a row, the sums over the inputs of chunks; those of all blocks are added."""
+    """[n, chunks]: of outputs and a row, the sums over the inputs of chunks; those of all blocks are added. The sum of
+    these is the product."""
     chunk: tl.constexpr = chunk_inputs(layout)
     count: tl.constexpr = block_inputs // chunk
     raised: tl.constexpr = _raised_by(layout, is_exact)
@@ -94,21 +95,3 @@ def chunk_products(
                 of_chunks -= (layout[4] + raised) * sums[block]
         total += of_chunks * scales
     return total
-
-
-@triton.jit
-def row_product(
-    loaded,  # this and all others: see `chunk_products`
-    first: tl.constexpr,
-    tiles,
-    sums,
-    packed,
-    rows,
-    num_inputs: tl.constexpr,
-    block_inputs: tl.constexpr,
-    is_exact: tl.constexpr,
-    layout: tl.constexpr,
-):
-    """[n]: outputs of one row."""
-    total = chunk_products(loaded, first, tiles, sums, packed, rows, num_inputs, block_inputs, is_exact, layout)
-    return tl.sum(total, 1)
