@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
 from queue_kinds import BOUND_S, made_keys
 
-from ringcore.config.admin_keys import create_keys
+from ringcore.config.admin_keys import create_keys, read_client_keys
 from ringcore.engine_core.admin.curve_listener import CurveListener
 from ringcore.engine_core.transport.framing import FrameLimits
 from ringcore.executor import waiting
@@ -20,6 +23,7 @@ from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import PAGE
 from ringcore.executor.side_channel import STUB
 from ringcore.executor.zmq_channel import ZmqChannel
+from ringcore.front_end.curve_connection import CurveConnection
 
 SIZE = 8 * PAGE
 
@@ -162,6 +166,49 @@ def test_a_signal_handler_may_close_the_port_below_it(use, monkeypatch):
             assert time.monotonic() < deadline
     link.close()
     joining.close()
+
+
+_PEER_CLOSES_DURING_A_CLOSE = """
+import threading, time
+from queue_kinds import joined, made_keys
+from ringcore.executor.far.frames import AskStacks
+
+with joined(1, *made_keys()) as (listener, [link], [end]):
+    link.on_note = lambda note: None
+    closes = threading.Event()
+
+    def send_until_the_other_side_closes():
+        while not closes.wait(0.0005):
+            end.link.note(AskStacks(0))
+        time.sleep(0.02)
+        end.close()
+
+    thread = threading.Thread(target=send_until_the_other_side_closes)
+    thread.start()
+    for _ in range(64):
+        link.transmit(bytes(1 << 20))  # libzmq cannot have sent all of it when it is to close
+    closes.set()
+    listener.close()
+    thread.join()
+"""
+
+
+def test_a_peer_that_closes_during_a_close():
+    """libzmq would write heartbeats to the closed connection of a socket that lingers, and abort the process."""
+    command = [sys.executable, "-c", _PEER_CLOSES_DURING_A_CLOSE]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_end_of_an_admin_connection_stops_reading_or_lingers_with_heartbeats(tmp_path):
+    """Else a client that sends more than is read, and is killed, would take the process of the engine with it."""
+    keys = create_keys(tmp_path / "keys")
+    admin = CurveListener("tcp://127.0.0.1:*", str(keys), FrameLimits())
+    client = CurveConnection(admin.address, read_client_keys(keys))
+    assert admin._socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
+    assert admin._socket.getsockopt(zmq.RCVHWM) == client._socket.getsockopt(zmq.RCVHWM) == 0
+    client.close()
+    admin.close()
 
 
 def test_an_interrupt_after_the_close_touches_no_descriptor(monkeypatch):

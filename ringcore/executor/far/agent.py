@@ -218,6 +218,7 @@ class _Session:
                 self._link.lose(note.reason)
             case Finish():
                 self._is_finished = True
+                self._link.note(Finish())
             case Signal() if self._host is not None and 0 <= note.index < len(self._host.children):
                 self._host.children[note.index].signal(note.number)
             case AskStacks() if self._host is not None and 0 <= note.index < len(self._host.children):

@@ -23,7 +23,6 @@ from ringcore.executor.waiting import Event, PeerDied, Waiter
 __all__ = ["HostListener", "JoiningEnd"]
 
 _NUM_IO_THREADS = 2  # they encrypt
-_LINGER_S = 0.5
 _LOST = "the connection ended: its process has ended, or it does not answer"
 
 
@@ -139,7 +138,7 @@ class HostListener:
     def close(self) -> None:
         """Idempotent, in any thread."""
         with self._port.lock:
-            if not self._port.close(_LINGER_S):
+            if not self._port.close():
                 return
             for link in {*self._links.values(), *self._waiting.values()}:
                 link.close()
@@ -194,5 +193,5 @@ class JoiningEnd:
     def close(self) -> None:
         """Idempotent, in any thread."""
         self.link.close()
-        if self._port.close(_LINGER_S):
+        if self._port.close():
             self._context.term()

@@ -114,7 +114,8 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """These workers are no longer needed. The host may join again: the engine may start new ones."""
+    """These workers are no longer needed. The host answers with the same, and may join again: the engine may start new
+    ones."""
 
 
 def installed_version() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -32,6 +32,7 @@ __all__ = ["CALLS", "CONTROL", "FarHost"]
 CALLS, CONTROL = 0, 1  # the streams to the host; those from it are numbered as its ranks
 _STACKS_S = 1.0  # more than the host itself takes
 _TICK_S = 0.01
+_FINISH_S = 0.5  # to take the note that these workers are no longer needed
 
 
 class FarChild:
@@ -104,6 +105,7 @@ class FarHost(WorkerHost):
         self._started: Started | None = None
         self._status: tuple[Status, int] | None = None  # and when it came, on this host's clock
         self._created_ns = time.monotonic_ns()
+        self._has_finished = False
         self._started_event, self._ended_event = Event(), Event()
         self.children: Sequence[FarChild] = [FarChild(self, i, rank) for i, rank in enumerate(self.ranks)]
         parallel = start.config.parallel
@@ -176,6 +178,8 @@ class FarHost(WorkerHost):
                 self._ended_event.signal()
             case Stacks():
                 self.children[index].stacks = note.text
+            case Finish():
+                self._has_finished = True
             case _:
                 raise RingCorruptError(f"a host says {type(note).__name__}, which it cannot")
 
@@ -194,16 +198,20 @@ class FarHost(WorkerHost):
         if self._ended_event.fd < 0:
             return
         self.hang_up()
-
-        def all_ended() -> bool:
-            self.link.pump()
-            return not any(child.is_alive() for child in self.children)
-
-        if self._started is not None:
-            waiter = Waiter([], sources=self.link.sources)
-            with contextlib.suppress(DeadlinePassed):  # its agent kills them
-                waiter.wait(all_ended, time.monotonic() + GRACE_S, _TICK_S)
+        if self._started is not None:  # its agent kills those that are left
+            self._wait_until(lambda: not any(child.is_alive() for child in self.children), GRACE_S)
         self.link.note(Finish())
+        self._wait_until(lambda: self._has_finished or self.why is not None, _FINISH_S)
         self.link.close()
         self._started_event.close()
         self._ended_event.close()
+
+    def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        """Until what the host says makes it true, or the time is over."""
+
+        def pumped() -> bool:
+            self.link.pump()
+            return holds()
+
+        with contextlib.closing(Waiter([], sources=self.link.sources)) as waiter, contextlib.suppress(DeadlinePassed):
+            waiter.wait(pumped, time.monotonic() + timeout_s, _TICK_S)

@@ -57,7 +57,7 @@ class Port:
         set_option = self.socket.setsockopt
         set_option(zmq.LINGER, 0)
         set_option(zmq.SNDHWM, 0)  # the streams' windows bound the queues
-        set_option(zmq.RCVHWM, 0)
+        set_option(zmq.RCVHWM, 0)  # nor may a socket with heartbeats ever stop reading: see `close`
         set_option(zmq.MAXMSGSIZE, HEAD_BYTES + PIECE_BYTES + _CURVE_BYTES)
         set_option(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         set_option(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
@@ -123,14 +123,17 @@ class Port:
     def _has_arrived(self, socket: zmq.Socket[bytes]) -> bool:
         return not self.is_closed and bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
-    def close(self, linger_s: float = 0.0) -> bool:
-        """What was sent is delivered within `linger_s` of the context's end, or lost. False if it was closed before:
-        only who gets True terminates the context, since libzmq aborts the process where two do."""
+    def close(self) -> bool:
+        """What libzmq has not sent is lost. False if it was closed before: only who gets True terminates the context,
+        since libzmq aborts the process where two do.
+
+        It must not linger. A lingering socket takes no message; if one arrives and the peer then closes the connection,
+        the next heartbeat writes to that connection, and libzmq (4.3.5) aborts the process."""
         with self.lock:
             if self.is_closed:
                 return False
             self.is_closed = True
             self.socket.disable_monitor()
             self._monitor.close(linger=0)
-            self.socket.close(linger=round(linger_s * 1e3))
+            self.socket.close(linger=0)
             return True
