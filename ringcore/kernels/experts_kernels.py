@@ -14,12 +14,13 @@ import triton.language as tl
 from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.packed_weight import DENSE
-from ringcore.kernels.scaled_dot import scaled_dot
+from ringcore.kernels.scaled_dot import block_scaled_dot, scaled_dot
 from ringcore.kernels.weight_tiles import packed_dot
 
 __all__ = ["grouped_kernel", "weighted_sum_kernel"]
 
 _DENSE = tl.constexpr(DENSE)
+_MIN_MATRIX_ROWS = tl.constexpr(64)  # which are the M side of a product
 
 
 @triton.jit
@@ -187,7 +188,8 @@ def grouped_kernel(
         else:  # rows behind the last wrap around to the first ones
             pairs = tl.load(order + begin + row % tl.minimum(num_left, block_rows))
         at_weight = tl.arange(0, block_weights)
-        if is_gated and not is_interleaved:
+        are_halves: tl.constexpr = is_gated and not is_interleaved
+        if are_halves:
             outputs = tl.minimum(first_output + at_weight % block_outputs, num_outputs - 1)
             weight_rows = outputs + at_weight // block_outputs * num_outputs
         elif num_weights % block_weights == 0:  # known to be consecutive, rows may be loaded as vectors
@@ -209,10 +211,20 @@ def grouped_kernel(
         inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs + steps[:, None]
         total = tl.zeros([block_weights, block_rows], tl.float32)
         if row_group > 0:
-            total = scaled_dot(
-                *(total, tile, inputs, packed, row_scales, packed_rows, x_rows, 0, num_inputs),
-                num_inputs, block_inputs, num_stages, row_group, layout,
-            )  # fmt: skip
+            half: tl.constexpr = block_weights // 2
+            are_blocks: tl.constexpr = is_whole and num_weights % block_weights == 0 and layout[9] % half == 0
+            if are_blocks and block_rows >= _MIN_MATRIX_ROWS:
+                first_row = expert * num_weights + (first_output if are_halves else tl.program_id(0) * block_weights)
+                half_rows = first_row, first_row + (num_outputs if are_halves else half)
+                total = block_scaled_dot(
+                    *(tile, inputs, packed, row_scales, x_rows, half_rows),
+                    num_inputs, block_inputs, num_stages, row_group, layout,
+                )  # fmt: skip
+            else:
+                total = scaled_dot(
+                    *(total, tile, inputs, packed, row_scales, packed_rows, x_rows, 0, num_inputs),
+                    num_inputs, block_inputs, num_stages, row_group, layout,
+                )  # fmt: skip
         elif layout[0] == _DENSE:
             for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
                 w = _load(tile + at * step, steps[None, :] < num_inputs - at, is_whole)

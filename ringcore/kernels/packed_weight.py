@@ -43,6 +43,7 @@ class PackedWeight:
     output to output.
     index: [num_inputs] int32, the group of each input, where they are not consecutive. run, is_tiled: of nibbles, see
     `weight_tiles`. has_zero_bits: the five lowest bits of a scale are the zero, of which there is no other tensor.
+    scale_run: outputs that have the same scales, from each multiple of it on.
     """
 
     codes: torch.Tensor
@@ -59,6 +60,7 @@ class PackedWeight:
     run: int = 1
     is_tiled: bool = False
     has_zero_bits: bool = False
+    scale_run: int = 1
 
     def __len__(self) -> int:
         return self.shape[0]

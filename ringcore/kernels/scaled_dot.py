@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["scaled_dot"]
+__all__ = ["block_scaled_dot", "scaled_dot"]
 
 _PROMOTED = tl.constexpr(128)  # inputs that the tensor cores of Hopper sum, of fewer bits, before a sum in float32
 
@@ -67,3 +67,44 @@ def scaled_dot(
     if weight_groups == 1 and row_groups == 1:
         total *= of_weights[:, None] * of_rows[None, :]
     return total
+
+
+@triton.jit
+def block_scaled_dot(
+    tile,  # these five as `scaled_dot` takes them
+    inputs,
+    packed,
+    row_scales,
+    rows,
+    half_rows,  # (first weight row of the lower half of the tile, of the upper half), each half in one block of scales
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,  # divides the groups of weights and of rows, and num_inputs
+    num_stages: tl.constexpr,
+    row_group: tl.constexpr,
+    layout: tl.constexpr,
+):
+    """The products of all inputs, [block_weights, block_rows] float32, for at least 64 rows.
+
+    On the tensor cores rows are the M side, of which a thread has few, and so few of their scales; on the N side it
+    would load one for nearly every second sum. The weights there share one scale a half.
+    """
+    block_weights: tl.constexpr = tile.shape[0]
+    row_groups: tl.constexpr = num_inputs // row_group
+    promoted: tl.constexpr = _PROMOTED if block_inputs > _PROMOTED else block_inputs
+    is_lower = tl.arange(0, block_weights) < block_weights // 2
+    lower, upper = half_rows
+    total = tl.zeros([inputs.shape[1], block_weights], tl.float32)
+    of_rows = _scales(row_scales, row_groups, 1, rows, 0, row_group, row_groups)
+    of_lower = _scales(packed[0], packed[4], packed[5], lower, 0, layout[2], layout[1])
+    of_upper = _scales(packed[0], packed[4], packed[5], upper, 0, layout[2], layout[1])
+    for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
+        w = tl.load(tile + at)
+        v = tl.load(inputs + at)
+        after = at + block_inputs
+        next_rows = _scales(row_scales, row_groups, 1, rows, after, row_group, row_groups)
+        next_lower = _scales(packed[0], packed[4], packed[5], lower, after, layout[2], layout[1])
+        next_upper = _scales(packed[0], packed[4], packed[5], upper, after, layout[2], layout[1])
+        products = tl.dot(tl.trans(v), tl.trans(w), max_num_imprecise_acc=promoted)
+        total += products * (of_rows[:, None] * tl.where(is_lower, of_lower, of_upper)[None, :])
+        of_rows, of_lower, of_upper = next_rows, next_lower, next_upper
+    return tl.trans(total)

@@ -63,6 +63,7 @@ def tile_arguments(weight: torch.Tensor | PackedWeight, are_numbers: bool = Fals
         weight.index is not None,
         weight.run,
         weight.is_tiled,
+        weight.scale_run,
     )
     codes = weight.codes.view(torch.float8_e4m3fn) if are_numbers else weight.codes
     return {"weight": codes, "packed": packed, "layout": layout}

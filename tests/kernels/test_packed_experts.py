@@ -125,6 +125,20 @@ def test_several_tokens_by_fp8(device, monkeypatch, name, kind, n):
     assert (experts(x, routing, case.matrices, SILU) - exact).norm() <= 0.01 * exact.norm()
 
 
+@pytest.mark.parametrize("block_weights", [128, 256])
+@pytest.mark.parametrize("form", ["silu", "gpt_oss"])
+def test_rows_are_the_m_side_of_many_tokens(device, block_weights, form):
+    """Where 128 outputs share their scales; of halves of a tile those of gate and of up, or none if interleaved."""
+    case = PackedCase(device, *ROUNDED["blocks"], 512, 256)
+    assert case.matrices.up.stored.scale_run == case.matrices.down.stored.scale_run == 128
+    for matrix in (case.matrices.up, case.matrices.down):  # scales of blocks differ much, so that none is another's
+        matrix.stored.scales.mul_(2.0 ** torch.randint(-2, 3, (len(matrix.stored) // 128, 1)).repeat_interleave(128, 0))
+    x, routing = case.randn(70, case.hidden), routed("random", 70, case.num_experts, 2, device)
+    exact = experts_reference(x, routing, case.matrices, FORMS[form])
+    tile = experts_module.DotConfig(block_weights, 128, 4, 2, 1, block_rows=64)
+    assert (experts(x, routing, case.matrices, FORMS[form], config=tile) - exact).norm() <= 0.01 * exact.norm()
+
+
 @pytest.mark.parametrize("number", ["fp8", "int4"])
 def test_experts_that_are_quantized_while_they_are_loaded(device, number):
     """Codes and scales are one row of bytes."""
