@@ -40,21 +40,21 @@ def has_quads(layout):
 
 @triton.constexpr_function
 def has_one_group(layout, block_inputs):
-    _, num_groups, size, offset, _, _, has_index, _, _ = layout
+    _, num_groups, size, offset, _, _, has_index = layout[:7]
     return num_groups == 1 or (not has_index and offset % block_inputs == 0 and size % block_inputs == 0)
 
 
 @triton.constexpr_function
 def are_alike(layout):
     """Whether the four numbers of a word are of one group."""
-    _, num_groups, size, offset, _, _, has_index, run, _ = layout
+    _, num_groups, size, offset, _, _, has_index, run = layout[:8]
     return num_groups == 1 or (not has_index and size % (4 * run) == 0 and offset % (4 * run) == 0)
 
 
 @triton.constexpr_function
 def are_compact(layout, block_inputs):
     """Whether a tile is of whole groups, or its groups of whole tiles: their numbers are loaded once a group."""
-    _, _, size, offset, _, _, has_index, _, _ = layout
+    _, _, size, offset, _, _, has_index = layout[:7]
     is_whole = not has_index and offset == 0 and block_inputs % size == 0
     return has_one_group(layout, block_inputs) or (is_whole and (not has_quads(layout) or are_alike(layout)))
 

@@ -47,6 +47,8 @@ FORMS_OF_KERNELS = [name for name, one in FORMS.items() if isinstance(one, Exper
 def _as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for programs in ("_GATE_PROGRAMS", "_DOWN_PROGRAMS"):  # so few that each has several tiles
+        monkeypatch.setattr(packed_experts_fma, programs, 6)
 
 
 class PackedCase(Case):
