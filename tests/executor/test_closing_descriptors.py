@@ -10,13 +10,16 @@ import threading
 import time
 
 import pytest
+from fake_worker import fake_config
 from queue_kinds import BOUND_S, joined, made_keys
 
 from ringcore.errors import EngineDeadError
 from ringcore.executor.far.ends import HostListener
+from ringcore.executor.far.host import _FINISH_S, FarHost
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import PAGE
 from ringcore.executor.waiting import Event, PeerDied, Waiter
+from ringcore.executor.worker_host import HostStart
 
 CAPACITY = 16 * PAGE
 LEFT = b"8 bytes!"  # as many as a read of an eventfd takes
@@ -150,3 +153,18 @@ def test_a_listener_that_another_thread_closes_ends_the_wait_for_hosts(monkeypat
     assert isinstance(sleeper.error, EngineDeadError)
     with pytest.raises(EngineDeadError, match="were shut down"):
         listener.wait_for(["a"], time.monotonic() + BOUND_S)
+
+
+def test_a_host_whose_listener_is_closed_waits_for_nothing():
+    """Neither for its start nor, when it is closed in its turn, for its answer."""
+    start = HostStart(fake_config(hosts=["a"], join_endpoint="tcp://127.0.0.1:0", join_keys="keys"), "a", "")
+    with joined(1, *made_keys()) as (listener, [link], _):
+        closing_fd, host = listener.closing_fd, FarHost(start, link, 0.0)
+        listener.close()
+        with strangers(64) as check:
+            with pytest.raises(EngineDeadError, match="were shut down"):
+                host.wait_started(time.monotonic() + 10 * BOUND_S, closing_fd)
+            began_s = time.monotonic()
+            host.close()
+            assert time.monotonic() < began_s + _FINISH_S
+            check(closing_fd, link.lost_fd)

@@ -136,7 +136,7 @@ class _Session:
 
     def run(self) -> None:
         """Returns when the engine has dismissed the workers. Raises `_Lost`, and `ConfigError` if it refuses."""
-        waiter = Waiter([], [self._link.lost_fd], sources=self._link.sources)
+        waiter = self._link.waiter()
         while not self._is_finished:
             try:
                 waiter.wait(self._turn, self._beat_at if self._host else None, SPACE_TICK_S if self._is_held else None)
@@ -187,11 +187,10 @@ class _Session:
     def _waiter(self) -> Waiter:
         """For the workers that live."""
         if self._host is None:
-            return Waiter([], [self._link.lost_fd], sources=self._link.sources)
+            return self._link.waiter()
         events = {fd for relay in self._relays for fd in relay.events}
         living = [child.pidfd for i, child in enumerate(self._host.children) if i not in self._reported]
-        spin_s = spin_budget_s(2 + len(self._host.children))
-        return Waiter(events, [self._link.lost_fd, *living], spin_s, self._link.sources)
+        return self._link.waiter(events, living, spin_budget_s(2 + len(self._host.children)))
 
     def _beat(self) -> None:
         assert self._host is not None

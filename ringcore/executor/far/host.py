@@ -23,7 +23,7 @@ from ringcore.executor.far.frames import (
 from ringcore.executor.far.link import Link
 from ringcore.executor.ring_memory import RingCorruptError
 from ringcore.executor.status_board import LINE, RankStatus, read_line
-from ringcore.executor.waiting import DeadlinePassed, Event, PeerDied, Waiter
+from ringcore.executor.waiting import DeadlinePassed, Event, PeerDied, RingClosed
 from ringcore.executor.worker_host import CONTROL_RING_BYTES, GRACE_S, HostStart, WorkerHost
 from ringcore.protocol.codec import encode_start
 
@@ -129,17 +129,15 @@ class FarHost(WorkerHost):
             self.link.pump()
             return self._started is not None
 
-        waiter = Waiter([self._started_event.fd], [self.link.lost_fd, closing_fd], sources=self.link.sources)
         try:
-            waiter.wait(is_started, deadline)
+            with contextlib.closing(self.link.waiter([self._started_event.fd], [closing_fd])) as waiter:
+                waiter.wait(is_started, deadline)
         except DeadlinePassed:
             raise EngineDeadError(f"the host {self.link.peer} has started no workers", host=self.name) from None
-        except PeerDied as death:
-            if death.fd == closing_fd:
-                raise EngineDeadError("the workers were shut down", process="workers") from None
-            raise self.lost_error(None) from None
-        finally:
-            waiter.close()
+        except (PeerDied, RingClosed) as death:
+            if isinstance(death, PeerDied) and death.fd != closing_fd:
+                raise self.lost_error(None) from None
+            raise EngineDeadError("the workers were shut down", process="workers") from None
         assert self._started is not None
         if self._started.error is not None:
             raised = error_from_wire(msgspec.to_builtins(self._started.error))
@@ -201,17 +199,20 @@ class FarHost(WorkerHost):
         if self._started is not None:  # its agent kills those that are left
             self._wait_until(lambda: not any(child.is_alive() for child in self.children), GRACE_S)
         self.link.note(Finish())
-        self._wait_until(lambda: self._has_finished or self.why is not None, _FINISH_S)
+        self._wait_until(lambda: self._has_finished, _FINISH_S)
         self.link.close()
         self._started_event.close()
         self._ended_event.close()
 
     def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Until what the host says makes it true, or the time is over."""
+        """Until what the host says makes it true, it is lost, or the time is over."""
 
         def pumped() -> bool:
             self.link.pump()
             return holds()
 
-        with contextlib.closing(Waiter([], sources=self.link.sources)) as waiter, contextlib.suppress(DeadlinePassed):
+        with (
+            contextlib.suppress(DeadlinePassed, PeerDied, RingClosed),
+            contextlib.closing(self.link.waiter()) as waiter,
+        ):
             waiter.wait(pumped, time.monotonic() + timeout_s, _TICK_S)

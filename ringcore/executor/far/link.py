@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from ringcore.executor.far.frames import (
@@ -20,7 +20,7 @@ from ringcore.executor.far.port import Port
 from ringcore.executor.far.queues import FarReader, FarWriter
 from ringcore.executor.ring_buffer import Buffer
 from ringcore.executor.ring_memory import RingCorruptError
-from ringcore.executor.waiting import Event
+from ringcore.executor.waiting import Event, RingClosed, Waiter
 
 __all__ = ["Link"]
 
@@ -52,6 +52,14 @@ class Link:
     def reader(self, channel: int, window_bytes: int, deaths: Sequence[int] = (), spin_s: float = 0.0) -> FarReader:
         reader = self._readers[channel] = FarReader(self, channel, window_bytes, [self.lost_fd, *deaths], spin_s)
         return reader
+
+    def waiter(self, events: Iterable[int] = (), deaths: Iterable[int] = (), spin_s: float = 0.0) -> Waiter:
+        """Waits for what arrives, too, and for the end of the connection. Raises `RingClosed` once this end or its port
+        is closed: the descriptors may be other files' then."""
+        with self._port.lock:
+            if self._port.is_closed or self._lost.fd < 0:
+                raise RingClosed
+            return Waiter(events, [self.lost_fd, *deaths], spin_s, self.sources)
 
     def transmit(self, frame: Buffer) -> None:
         if self.why is None:
