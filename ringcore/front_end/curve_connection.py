@@ -21,7 +21,6 @@ from ringcore.protocol.messages import RpcCall, RpcResult
 
 __all__ = ["CurveConnection"]
 
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
 _NEVER_MS = 1 << 30  # ZMQ's own value (-1) discards received messages when the connection ends
 
 
@@ -43,8 +42,6 @@ class CurveConnection(AdminConnection):
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         set_common_options(self._socket, ADMIN_LIMITS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)

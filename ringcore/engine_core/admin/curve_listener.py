@@ -22,9 +22,11 @@ from ringcore.errors import ConfigError
 __all__ = ["CurveListener", "set_common_options"]
 
 _CURVE_BYTES = 1 << 10  # upper bound of what encryption adds to a frame
-_MAX_UNREAD_REPLIES = MAX_CALLS_IN_FLIGHT  # more are dropped: their client does not read
+# Per direction: beyond it the endpoint stops reading a connection (back-pressure), or drops replies to a client that
+# does not read.
+_HIGH_WATER_MARK = MAX_CALLS_IN_FLIGHT
 _HANDSHAKE_MS = 10_000
-_KEEPALIVE_S, _NUM_KEEPALIVES = 5, 3  # of TCP: a host that is gone is noticed, and its connection freed, after 20 s
+_KEEPALIVE_S, _NUM_KEEPALIVES = 1, 4  # a host that is gone, with nothing sent to it, is noticed after 5 s
 
 
 class CurveListener(AdminListener):
@@ -54,10 +56,6 @@ class CurveListener(AdminListener):
     def _listen(self, endpoint: str, server: ServerKeys, limits: FrameLimits) -> None:
         set_common_options(self._socket, limits)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone or does not read raises
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _NUM_KEEPALIVES)
         require_known_key(self._socket, server.secret)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
@@ -105,17 +103,20 @@ class CurveListener(AdminListener):
 
 
 def set_common_options(socket: zmq.Socket[bytes], limits: FrameLimits) -> None:
-    """Socket options of both ends: bounds on a frame, unread replies and a handshake; closing does not linger.
+    """Socket options of both ends: bounds on a frame, the queues and a handshake; closing does not linger.
 
-    A bound on what is received would make libzmq (4.3.5) stop reading a connection. If its peer ends then, the next
-    heartbeat of either end writes to what is closed, and libzmq aborts the process: the engine's, killed by a client.
-    The endpoint reads all that it is sent at each turn of the engine's loop, and refuses calls above
-    `MAX_CALLS_IN_FLIGHT`. For the same reason the engine's end, which lingers, has no heartbeats.
+    TCP's keepalives notice a host that is gone. ZeroMQ's heartbeats must not be used beside bounded queues: a full one
+    stops libzmq (4.3.5) reading its connection, and if the peer ends then, the next heartbeat of either end is written
+    to what is closed, and libzmq aborts the process: the engine's, killed by a client.
     """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max(limits.message_bytes, limits.buffer_bytes) + _CURVE_BYTES)
-    socket.setsockopt(zmq.SNDHWM, _MAX_UNREAD_REPLIES)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _NUM_KEEPALIVES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
