@@ -20,7 +20,7 @@ from ringcore.kernels.weight_tiles import packed_dot
 __all__ = ["grouped_kernel", "weighted_sum_kernel"]
 
 _DENSE = tl.constexpr(DENSE)
-_MIN_MATRIX_ROWS = tl.constexpr(64)  # which are the M side of a product
+_MIN_M_ROWS = tl.constexpr(64)  # of the M side of the tensor cores
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def grouped_kernel(
         if row_group > 0:
             half: tl.constexpr = block_weights // 2
             are_blocks: tl.constexpr = is_whole and num_weights % block_weights == 0 and layout[9] % half == 0
-            if are_blocks and block_rows >= _MIN_MATRIX_ROWS:
+            if are_blocks and block_rows >= _MIN_M_ROWS:
                 first_row = expert * num_weights + (first_output if are_halves else tl.program_id(0) * block_weights)
                 half_rows = first_row, first_row + (num_outputs if are_halves else half)
                 total = block_scaled_dot(

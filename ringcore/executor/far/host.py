@@ -205,7 +205,7 @@ class FarHost(WorkerHost):
         self._ended_event.close()
 
     def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Until what the host says makes it true, it is lost, or the time is over."""
+        """Until what the host says makes it true. If it is lost, late or closed here, the close goes on without."""
 
         def pumped() -> bool:
             self.link.pump()
