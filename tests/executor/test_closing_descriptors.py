@@ -16,6 +16,7 @@ from queue_kinds import BOUND_S, joined, made_keys
 from ringcore.errors import EngineDeadError
 from ringcore.executor.far.ends import HostListener
 from ringcore.executor.far.host import _FINISH_S, FarHost
+from ringcore.executor.far.link import Link
 from ringcore.executor.ring_buffer import RingClosed
 from ringcore.executor.ring_memory import PAGE
 from ringcore.executor.waiting import Event, PeerDied, Waiter
@@ -138,6 +139,25 @@ def test_a_stream_that_another_thread_closes_ends_the_wait(monkeypatch, end, clo
         with strangers(32) as check:
             sleeper.join()
             check(*((number, lost_fd) if closed == "link" else ()))
+        assert isinstance(sleeper.error, RingClosed)
+
+
+def test_a_link_that_is_closed_here_is_no_death(monkeypatch):
+    """Its loss wakes the thread that waits before the close is done."""
+    lose = Link.lose
+
+    def slow_lose(link, why) -> None:
+        lose(link, why)
+        time.sleep(0.1)
+
+    with joined(1, *made_keys()) as (_, [link], _):
+        writer = link.writer(0, CAPACITY)
+        while writer.try_send([bytes(PAGE)]):
+            pass  # nobody reads
+        sleeper = Sleeper(monkeypatch, lambda: writer.send([bytes(PAGE)]))
+        monkeypatch.setattr(Link, "lose", slow_lose)
+        link.close()
+        sleeper.join()
         assert isinstance(sleeper.error, RingClosed)
 
 

@@ -364,6 +364,7 @@ def test_a_failure_before_the_copy_leaves_everything(rank: Rank) -> None:
 def test_twenty_cycles_leave_nothing(kind: str, store: str, tmp_path: Path) -> None:
     rank = Rank(kind, STORES[store](str(tmp_path)), num_pages=200, weights=(100 * PAGE,))
     process = psutil.Process()
+    most = 4 * 100 * PAGE // 10  # bytes, a tenth of what weights that stay would come to
 
     def cycle() -> None:
         rank.change(**AWAY_1)
@@ -375,14 +376,23 @@ def test_twenty_cycles_leave_nothing(kind: str, store: str, tmp_path: Path) -> N
     for _ in range(3):
         cycle()
     gc.collect()
-    before = process.memory_info().rss, len(os.listdir("/proc/self/fd")), process.num_threads(), rank.device.free_bytes
-    maps = len(process.memory_maps(grouped=False))
-    for _ in range(20):
-        cycle()
-    gc.collect()
-    after = process.memory_info().rss, len(os.listdir("/proc/self/fd")), process.num_threads(), rank.device.free_bytes
-    assert after[1:] == before[1:]
-    assert after[0] - before[0] < 4 * 100 * PAGE / 10, "less than a tenth of the weights would have come to"
+    maps, growths = len(process.memory_maps(grouped=False)), []
+
+    def held() -> tuple[int, ...]:
+        num_fds = len(os.listdir("/proc/self/fd"))
+        return process.memory_info().rss, num_fds, process.num_threads(), rank.device.free_bytes
+
+    while len(growths) < 3 and (
+        not growths or growths[-1] >= most
+    ):  # an allocator may grow once, a leak does each time
+        before = held()
+        for _ in range(20):
+            cycle()
+        gc.collect()
+        after = held()
+        assert after[1:] == before[1:]
+        growths.append(after[0] - before[0])
+    assert growths[-1] < most, growths
     assert len(process.memory_maps(grouped=False)) <= maps + 2
     rank.check()
     rank.check_weights()

@@ -96,7 +96,7 @@ class Link:
     def close(self) -> None:
         """Frees the descriptors. Idempotent; the port stays."""
         with self._port.lock:
+            for stream in (*self._writers.values(), *self._readers.values()):
+                stream.free()  # first: who is woken by the loss shall find its stream closed
             self.lose("it was closed here")
             self._lost.close()
-            for stream in (*self._writers.values(), *self._readers.values()):
-                stream.free()
