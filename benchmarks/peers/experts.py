@@ -129,8 +129,9 @@ def _fp8_experts(shape: tuple[int, ...], device: torch.device, dtype: torch.dtyp
 
     num_outputs, num_inputs = shape[0] * shape[1], shape[2]
     codes = torch.empty(num_outputs, num_inputs, device=device, dtype=torch.float16).uniform_(-1, 1)
-    scales = torch.rand(num_outputs, num_inputs // FP8_BLOCK, device=device) / num_inputs**0.5
-    matrix = QuantizedMatrix(ByteCodes(codes.to(torch.float8_e4m3fn)), scales, Groups(FP8_BLOCK))
+    blocks = torch.rand(num_outputs // FP8_BLOCK, num_inputs // FP8_BLOCK, device=device) / num_inputs**0.5
+    scales = blocks.repeat_interleave(FP8_BLOCK, 0)
+    matrix = QuantizedMatrix(ByteCodes(codes.to(torch.float8_e4m3fn)), scales, Groups(FP8_BLOCK), block_scales=blocks)
     return QuantizedExperts([matrix], shape[0], dtype, InputRounding(InputFormat("fp8", "group", FP8_BLOCK)))
 
 

@@ -3,8 +3,8 @@
     sort_pairs              which pairs of a token and an expert each expert has; for very few tokens each pair is a
                             work item, and none is sorted
     product of gate and up  the rows of each expert gathered, the activation as its epilogue
-    product of down         the weighted sum over the experts of a token, and the residual add, as its epilogue for few
-                            tokens; for more a launch of its own
+    product of down         the weighted sum over the experts of a token, and the residual add, as its epilogue for very
+                            few tokens; for more a deferred add, or a launch of its own
 
 All shapes are those of the tokens and of the layer, none depends on the routing, and the host reads nothing: so a CUDA
 graph of it serves every routing. Sums over experts have one order. Method: Gale et al., "MegaBlocks: efficient sparse
@@ -33,6 +33,7 @@ from ringcore.kernels.experts_fma import experts_of_one_token, takes_one_token
 from ringcore.kernels.experts_kernels import grouped_kernel, weighted_sum_kernel
 from ringcore.kernels.experts_sort import SortedPairs, sort_pairs
 from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.partials import Partials
 from ringcore.kernels.round_rows import round_rows
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, FP8_NUMBERS, Numbers
@@ -60,6 +61,7 @@ def experts(
     counters: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
+    defer: Callable[[Partials], None] | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
     config: DotConfig | None = None,
     choose: Callable[..., DotConfig] = choose_grouped,
@@ -70,6 +72,8 @@ def experts(
     activate: an `ExpertGate` is an epilogue; any other function is called for the product of all pairs, of which those
     of other ranks are undefined. normalise: likewise of the outputs of experts, before their weights.
     counters: see `new_expert_counters`, not shared with what may run at the same time; allocated if not given.
+    defer: with add_to, of experts that are all here: gets the rows of the experts and their weights where the sum would
+    be a launch of its own, and add_to stays as it is.
     norm: prologue, of what `takes_norm`: gain [hidden_size] and eps; x may have any float dtype, and its norm is not
     rounded before the product.
     config: of both grouped products; by default as `choose` says of each, and one token by FMA where that is possible.
@@ -100,6 +104,10 @@ def experts(
         return target
     rows = grouped.product(inner, matrices.down, matrices.down_bias, dtype, reads_pairs=True)
     rows = rows if normalise is None else normalise(rows).contiguous()
+    if defer is not None:
+        assert add_to is not None
+        defer(Partials(rows.view(*routing.experts.shape, -1).transpose(0, 1), routing.weights))
+        return target
     return _weighted_sum(rows, routing, matrices, target, adds=add_to is not None)
 
 

@@ -1,5 +1,4 @@
-"""RMS normalisation of rows, fused with a residual add: of its result to `add_to`, or of deferred split-K partials to
-x."""
+"""RMS normalisation of rows, fused with a residual add: of its result to `add_to`, or of deferred partials to x."""
 
 from __future__ import annotations
 
@@ -7,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.add_partials import partial_arguments, sum_partials
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.partials import Partials
 
 __all__ = ["MAX_SIZE", "rms_norm", "rms_norm_reference"]
 
@@ -19,15 +20,19 @@ _ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load of 16-bit elements
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x: tl.tensor,  # [num_rows, size]
-    partials: tl.tensor,  # [num_partials, num_rows, size]
     weight: tl.tensor,  # [size]
     out: tl.tensor,  # [num_rows, size]
     num_rows: int,
     eps: float,
+    partials: tl.tensor,  # these four: see `partial_arguments`
+    partial_weights: tl.tensor,
+    split_stride: int,
+    row_stride: int,
     size: tl.constexpr,
     block: tl.constexpr,  # a power of two, size or more
     rows_per_program: tl.constexpr,
     num_partials: tl.constexpr,
+    is_weighted: tl.constexpr,
     adds: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
@@ -41,10 +46,11 @@ def _rms_norm_kernel(
     if pdl:
         gdc_wait()
     y = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    for split in tl.static_range(num_partials):
-        part = tl.load(partials + tl.cast(num_rows, tl.int64) * (split * size) + offsets, mask=mask, other=0.0)
-        y += part.to(tl.float32)
     if num_partials > 0:
+        y += sum_partials(
+            *(partials, partial_weights, split_stride, row_stride, rows[:, None], columns[None, :]),
+            *((rows < num_rows)[:, None], mask, num_partials, is_weighted),
+        )
         tl.store(x + offsets, y, mask=mask)
     if adds:
         before = tl.load(out + offsets, mask=mask, other=0.0)
@@ -60,7 +66,7 @@ def rms_norm(
     weight: torch.Tensor,
     eps: float,
     *,
-    partials: torch.Tensor | None = None,
+    partials: Partials | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -70,8 +76,7 @@ def rms_norm(
     x, add_to and out: [n, size], contiguous, size up to `MAX_SIZE`; weight: [size]; each of any float dtype. Computed
     in float32 and rounded once, also where it is added. `out` may be x itself. Returns add_to, or out, by default a new
     tensor of `dtype` (None: x's).
-    partials: [p, n, size], contiguous, of any float dtype, of a float32 x; x += their sum first, in place (a deferred
-    add).
+    partials: of a float32 x; x += their sum first, in place (a deferred add).
     Method: Zhang, Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
     num_rows, size = x.shape
@@ -81,7 +86,6 @@ def rms_norm(
     if out is None:
         out = torch.empty_like(x, dtype=dtype)
     assert 0 < size <= MAX_SIZE, size
-    assert partials is None or (partials.shape[1:] == x.shape and partials.is_contiguous()), (partials.shape, x.shape)
     assert partials is None or x.dtype == torch.float32, x.dtype
     assert weight.shape == (size,), (weight.shape, size)
     assert weight.is_contiguous()
@@ -95,15 +99,14 @@ def rms_norm(
     pdl = supports_pdl(x.device)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
         x,
-        x if partials is None else partials,
         weight,
         out,
         num_rows,
         eps,
+        **partial_arguments(x, partials),
         size=size,
         block=block,
         rows_per_program=rows_per_program,
-        num_partials=0 if partials is None else len(partials),
         adds=add_to is not None,
         pdl=pdl,
         num_warps=min(16, max(1, block * rows_per_program // _ELEMENTS_PER_WARP)),
@@ -117,14 +120,14 @@ def rms_norm_reference(
     weight: torch.Tensor,
     eps: float,
     *,
-    partials: torch.Tensor | None = None,
+    partials: Partials | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`rms_norm` in plain torch."""
     if partials is not None:
-        x += partials.float().sum(0)
+        x += partials.total()
     rows = x.float()
     normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
     if add_to is not None:

@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.add_partials import partial_arguments, sum_partials
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.partials import Partials
 
 __all__ = ["MAX_ROUNDED_INPUTS", "RoundedRows", "RowNorm", "round_rows", "round_rows_reference"]
 
@@ -40,23 +42,26 @@ class RoundedRows(NamedTuple):
 @triton.jit
 def _round_rows_kernel(
     x,  # [num_rows, size]
-    partials,  # [num_partials, num_rows, size]
     gain,  # [size], read where has_norm
     codes,  # [num_rows, size]
     scales,  # [num_rows, groups]
-    row_stride,  # of scales
-    group_stride,
+    scale_row_stride,
+    scale_group_stride,
     eps,  # float
+    partials,  # these six: see `partial_arguments`; with has_norm
+    partial_weights,
+    split_stride,
+    row_stride,
+    num_partials: tl.constexpr,
+    is_weighted: tl.constexpr,
     size: tl.constexpr,
     chunk: tl.constexpr,  # inputs of this program: a power of two; the whole row where has_norm
     group: tl.constexpr,
-    num_partials: tl.constexpr,  # with has_norm
     has_norm: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     """Program (i, j) rounds chunk j of row i. A group is a row, or a power of two that divides the chunk."""
     row = tl.program_id(0).to(tl.int64)
-    num_rows = tl.num_programs(0).to(tl.int64)
     columns = tl.program_id(1) * chunk + tl.arange(0, chunk)
     in_bounds = columns < size
     if pdl:
@@ -66,23 +71,24 @@ def _round_rows_kernel(
     if pdl:
         gdc_wait()
     y = tl.load(x + row * size + columns, mask=in_bounds, other=0.0).to(tl.float32)
-    for split in tl.static_range(num_partials):
-        part = tl.load(partials + (split * num_rows + row) * size + columns, mask=in_bounds, other=0.0)
-        y += part.to(tl.float32)
     if num_partials > 0:
+        y += sum_partials(
+            *(partials, partial_weights, split_stride, row_stride, row, columns, row >= 0, in_bounds),
+            num_partials, is_weighted,
+        )  # fmt: skip
         tl.store(x + row * size + columns, y, mask=in_bounds)
     if has_norm:
         y = y * tl.rsqrt(tl.sum(y * y, 0) / size + eps) * factor
     if group == size:
         scale = tl.maximum(tl.max(tl.abs(y), 0) / _LARGEST, _LEAST_SCALE)
-        tl.store(scales + row * row_stride, scale)
+        tl.store(scales + row * scale_row_stride, scale)
         rounded = y / scale
     else:
         count: tl.constexpr = chunk // group
         grouped = tl.reshape(y, [count, group])
         each = tl.maximum(tl.max(tl.abs(grouped), 1) / _LARGEST, _LEAST_SCALE)
         index = tl.program_id(1) * count + tl.arange(0, count)
-        tl.store(scales + row * row_stride + index * group_stride, each, mask=index < size // group)
+        tl.store(scales + row * scale_row_stride + index * scale_group_stride, each, mask=index < size // group)
         rounded = tl.reshape(grouped / each[:, None], [chunk])
     rounded = tl.minimum(tl.maximum(rounded, -_LARGEST), _LARGEST)
     tl.store(codes + row * size + columns, rounded.to(codes.dtype.element_ty), mask=in_bounds)
@@ -94,7 +100,7 @@ def round_rows(
     norm: RowNorm | None = None,
     dtype: torch.dtype | None = None,
     *,
-    partials: torch.Tensor | None = None,
+    partials: Partials | None = None,
     by_group: bool = False,
 ) -> RoundedRows:
     """x [n, num_inputs], contiguous, of any float dtype: codes = x / scale, rounded to the nearest, ties to even.
@@ -102,8 +108,7 @@ def round_rows(
     A scale is the largest absolute value of its group over 448, the largest number of e4m3. group: inputs of a group, a
     power of two up to 1,024 that divides num_inputs; None: all inputs, up to `MAX_ROUNDED_INPUTS`. norm: prologue, in
     float32, of up to `MAX_ROUNDED_INPUTS`. dtype: of the product (None: x's).
-    partials: [p, n, num_inputs], contiguous, of any float dtype, before the norm of a float32 x; x += their sum first,
-    in place (a deferred add).
+    partials: before the norm of a float32 x; x += their sum first, in place (a deferred add).
     by_group: the scales of a group are contiguous, instead of those of a row.
     """
     num_rows, size = x.shape
@@ -115,8 +120,6 @@ def round_rows(
     if partials is not None:
         assert norm is not None
         assert x.dtype == torch.float32, x.dtype
-        assert partials.shape[1:] == x.shape, (partials.shape, x.shape)
-        assert partials.is_contiguous()
     shape = (size // group, num_rows) if by_group else (num_rows, size // group)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     rounded = RoundedRows(
@@ -133,16 +136,15 @@ def round_rows(
     pdl = supports_pdl(x.device)
     _round_rows_kernel[(num_rows, triton.cdiv(size, chunk))](
         x,
-        x if partials is None else partials,
         gain,
         rounded.codes,
         rounded.scales,
         *rounded.scales.stride(),
         eps,
+        **partial_arguments(x, partials),
         size=size,
         chunk=chunk,
         group=group,
-        num_partials=0 if partials is None else len(partials),
         has_norm=norm is not None,
         pdl=pdl,
         num_warps=min(16, max(1, chunk // _ELEMENTS_PER_WARP)),

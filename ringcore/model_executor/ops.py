@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ringcore.kernels.native.row_kernels import RowKernels, row_kernels
+from ringcore.kernels.partials import Partials
 
 __all__ = [
+    "add_partials",
     "apply_rotary",
     "cpu_kernels",
     "gelu_tanh_and_mul",
@@ -36,6 +38,16 @@ def has_kernels(device: torch.device) -> bool:
 def cpu_kernels(device: torch.device) -> RowKernels | None:
     """The kernels in C of layers bound on `device`; None on another device than a CPU, and without a C compiler."""
     return row_kernels() if device.type == "cpu" else None
+
+
+def add_partials(x: torch.Tensor, partials: Partials) -> torch.Tensor:
+    """x [n, size] += their sum, in place -> x."""
+    if has_kernels(x.device):
+        from ringcore.kernels import add_partials as kernels
+
+        kernels.add_partials(x, partials)
+        return x
+    return x.add_(partials.total())
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

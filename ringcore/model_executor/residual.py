@@ -6,6 +6,9 @@ from typing import Protocol
 
 import torch
 
+from ringcore.kernels.partials import Partials
+from ringcore.model_executor import ops
+
 __all__ = ["Norm", "NormedRows", "Residual"]
 
 
@@ -18,14 +21,14 @@ class Norm(Protocol):
     @property
     def gain(self) -> torch.Tensor | None: ...  # [size]
 
-    def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None, /) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, partials: Partials | None = None, /) -> torch.Tensor: ...
 
 
 class Residual:
     """Rows [n, size], to which every layer adds in place.
 
-    A linear may defer the add of its product, or of its split-K partials: the next norm that reads the stream adds them
-    in the same pass over memory, which saves a kernel.
+    A layer may defer its add, of the split-K partials of a product or of the weighted rows of experts: the next norm
+    that reads the stream adds them in the same pass over memory, which saves a kernel.
     """
 
     __slots__ = ("_partials", "_rows")
@@ -33,7 +36,7 @@ class Residual:
     def __init__(self, rows: torch.Tensor) -> None:
         """rows: written in place from now on."""
         self._rows = rows
-        self._partials: torch.Tensor | None = None
+        self._partials: Partials | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -42,13 +45,10 @@ class Residual:
     def rows(self) -> torch.Tensor:
         """[n, size], after any deferred add."""
         rows, partials = self.take()
-        if partials is not None:
-            rows.add_(partials[0] if len(partials) == 1 else partials.sum(0))
-        return rows
+        return rows if partials is None else ops.add_partials(rows, partials)
 
-    def defer_add(self, partials: torch.Tensor) -> None:
-        """rows += the sum of partials [p, n, size], done by the next read of the stream; the caller must not write to
-        partials."""
+    def defer_add(self, partials: Partials) -> None:
+        """rows += the sum of partials, done by the next read of the stream; the caller must not write to them."""
         assert self._partials is None, "an add is already deferred: read the stream first"
         self._partials = partials
 
@@ -56,7 +56,7 @@ class Residual:
         """The norm of all rows: [n, size], after any deferred add."""
         return norm(*self.take())
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def take(self) -> tuple[torch.Tensor, Partials | None]:
         """All rows before any deferred add, and its partials: the caller adds their sum to the rows, in place."""
         partials, self._partials = self._partials, None
         return self._rows, partials

@@ -15,6 +15,7 @@ from expert_stacks import stacked_experts
 from test_precompile import run
 
 from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, GptqFormat, InputFormat, Mxfp4Format
+from ringcore.kernels.add_partials import add_partials
 from ringcore.kernels import experts_fma, experts_sort
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
@@ -95,6 +96,12 @@ class Case:
         expected = stream + exact
         assert run(add_to=stream) is stream
         torch.testing.assert_close(stream, expected, atol=2e-5, rtol=1e-4)
+        deferred = []
+        assert run(add_to=stream, defer=deferred.append) is stream
+        assert len(deferred) == (n > 4 or (n > 0 and normalise is not None)), "few tokens have an epilogue"
+        for partials in deferred:
+            add_partials(stream, partials)
+        torch.testing.assert_close(stream, expected + exact, atol=4e-5, rtol=1e-4)
         assert not counters.any(), "the next launch finds them so"
 
 

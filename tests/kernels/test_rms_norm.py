@@ -10,6 +10,8 @@ import pytest
 import torch
 from rounding import rounding, rounds_to_nearest
 
+from ringcore.kernels.add_partials import add_partials
+from ringcore.kernels.partials import Partials
 from ringcore.kernels.rms_norm import MAX_SIZE, rms_norm, rms_norm_reference
 
 pytestmark = pytest.mark.sampled
@@ -91,11 +93,17 @@ def test_added_to_the_stream(device, shape, dtype):
 
 @pytest.mark.parametrize("num_partials", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(5, 64), (33, 128), (3, 1025), pytest.param((256, 4096), marks=large)])
-def test_parts_are_added_first(device, shape, num_partials):
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_partials_are_added_first(device, shape, num_partials, is_weighted):
+    """Those of a product are one after the other; with weights, as of experts, those of a row are."""
     stream = poisoned(*shape, torch.float32, device)
     x = stream[: shape[0]].copy_(randn(*shape, device=device))
-    partials, weight = randn(num_partials, *shape, seed=1, device=device), randn(shape[1], seed=2, device=device)
-    total, kept = x.double() + partials.double().sum(0), partials.clone()
+    rows, weight = randn(num_partials, *shape, seed=1, device=device), randn(shape[1], seed=2, device=device)
+    partials, total, kept = Partials(rows), x.double() + rows.double().sum(0), rows.clone()
+    if is_weighted:
+        weights = randn(shape[0], num_partials, seed=3, device=device)
+        partials = Partials(rows.transpose(0, 1).contiguous().transpose(0, 1), weights)
+        total = x.double() + torch.einsum("pns,np->ns", rows.double(), weights.double())
     reference = x.clone()
     exact = rms_norm_reference(reference, weight, EPS, partials=partials)
     ours = rms_norm(x, weight, EPS, partials=partials)
@@ -103,20 +111,32 @@ def test_parts_are_added_first(device, shape, num_partials):
     for stream_now, normed in ((x, ours), (reference, exact)):
         torch.testing.assert_close(stream_now.double(), total, atol=2e-6, rtol=2e-6)
         assert_normed(normed, stream_now, weight)
-    assert torch.equal(partials, kept)
+    assert torch.equal(partials.rows, kept)
     assert stream[shape[0] :].isnan().all()
-    narrow = rms_norm(x, weight.half(), EPS, partials=torch.zeros_like(partials), dtype=torch.float16)
+    narrow = rms_norm(x, weight.half(), EPS, partials=Partials(torch.zeros_like(rows)), dtype=torch.float16)
     torch.testing.assert_close(narrow.float(), ours, atol=1e-3, rtol=2e-3)
 
 
-def test_parts_are_of_the_stream(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_add_that_no_norm_takes_is_a_launch(device, dtype):
+    x, rows = randn(3, 1100, dtype=dtype, device=device), randn(2, 3, 1100, seed=1, device=device)
+    weights = randn(3, 2, seed=2, device=device)
+    for partials in (Partials(rows), Partials(rows.half(), weights)):
+        expected, found = x.float() + partials.total(), x.clone()
+        add_partials(found, partials)
+        torch.testing.assert_close(found, expected.to(dtype), atol=1e-5, rtol=1e-3 if dtype == torch.float16 else 1e-5)
+
+
+def test_partials_are_of_the_stream(device):
     x, weight = randn(4, 64, device=device), torch.ones(64, device=device)
-    for rows, partials in ((x, randn(2, 3, 64, device=device)), (x.half(), randn(2, 4, 64, device=device))):
+    fitting = randn(2, 4, 64, device=device)
+    others = Partials(fitting[:, :3]), Partials(fitting, torch.ones(4, 3, device=device))
+    for rows, partials in ((x, others[0]), (x, others[1]), (x.half(), Partials(fitting))):
         with pytest.raises(AssertionError):
             rms_norm(rows, weight, EPS, partials=partials)
     narrow = randn(1, 4, 64, device=device).half()
     expected = x + narrow[0]
-    rms_norm(x, weight, EPS, partials=narrow)
+    rms_norm(x, weight, EPS, partials=Partials(narrow))
     torch.testing.assert_close(x, expected)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
+from ringcore.kernels.partials import Partials
 from ringcore.kernels.round_rows import RowNorm, round_rows, round_rows_reference
 from ringcore.kernels.skinny_configs import choose_rounded
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
@@ -62,10 +63,12 @@ def test_rows_are_rounded_as_by_torch(device, num_inputs, group, dtype, has_norm
 
 @pytest.mark.parametrize(("num_partials", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
 @pytest.mark.parametrize("group", [None, 16])
-def test_a_deferred_add_is_done_before_the_norm(device, num_partials, dtype, group):
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_deferred_add_is_done_before_the_norm(device, num_partials, dtype, group, is_weighted):
     rows, norm = random(5, 1040).to(device), RowNorm(random(1040, seed=2).to(device), 1e-5)
-    partials = random(num_partials, 5, 1040, seed=4).to(device, dtype)
-    total = rows + partials.float().sum(0)
+    weights = random(5, num_partials, seed=5).to(device) if is_weighted else None
+    partials = Partials(random(num_partials, 5, 1040, seed=4).to(device, dtype), weights)
+    total = rows + partials.total()
     found = round_rows(rows, group, norm, partials=partials)
     torch.testing.assert_close(rows, total, rtol=1e-6, atol=1e-6)
     assert_equal(found, round_rows_reference(total, group, norm))
@@ -204,7 +207,7 @@ class NoGain:
 
     def __call__(self, x, partials=None):
         if partials is not None:
-            x.add_(partials.sum(0))
+            x.add_(partials.total())
         return torch.nn.functional.layer_norm(x, x.shape[1:])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
 from ringcore.model_executor.layers.searched_experts import SearchedExperts
 from ringcore.model_executor.linear_schemes.searched_scheme import SearchedTiles
-from ringcore.model_executor.residual import NormedRows
+from ringcore.model_executor.residual import NormedRows, Residual
 
 __all__ = ["BoundExperts"]
 
@@ -64,8 +65,9 @@ class BoundExperts:
             return self._by_kernels(x, routing, out=self._empty(len(x), self._dtype))
         return self._grouped(x, routing).to(self._dtype)
 
-    def add_to(self, rows: torch.Tensor, x: NormedRows, routing: Routing) -> None:
-        """rows [n, hidden_size] += self(x, routing), rounded once; where it is combined, also before it is added."""
+    def add_to(self, stream: Residual, x: NormedRows, routing: Routing) -> None:
+        """stream [n, hidden_size] += self(x, routing), rounded once; where it is combined, also before it is added."""
+        rows = stream.rows
         if self._tp.size > 1:
             routing, ranks = self._placed(len(x), routing)
             if ranks is None:
@@ -73,7 +75,8 @@ class BoundExperts:
             else:
                 self._tp.combine(self._partial(x, routing), ranks, rows, self._dtype, adds=True)
         elif self._has_kernels:
-            self._by_kernels(x, routing, add_to=rows)
+            defer = stream.defer_add if rows.dtype == torch.float32 else None
+            self._by_kernels(x, routing, add_to=rows, defer=defer)
         else:
             rows.add_(self._grouped(x, routing))
 
@@ -98,8 +101,8 @@ class BoundExperts:
             return self._by_kernels(x, routing, out=self._empty(len(x), torch.float32))
         return self._grouped(x, routing)
 
-    def _by_kernels(self, x: NormedRows, routing: Routing, **target: torch.Tensor) -> torch.Tensor:
-        """target: `out` or `add_to`."""
+    def _by_kernels(self, x: NormedRows, routing: Routing, **target: Any) -> torch.Tensor:
+        """target: `out`; or `add_to`, and `defer`."""
         layer = self.matrices, self._activate, self._normalise
         rows, norm = x.stream if self._takes_norm(len(x), *layer) else (x.rows, None)
         return self._experts(rows, routing, *layer, counters=self._counters, norm=norm, **target)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ringcore.kernels.partials import Partials
+from ringcore.model_executor import ops
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Derived, Tensors, Uniform, Weight, WeightedLayer, WeightPart
 
@@ -59,10 +61,10 @@ class LayerNorm(WeightedLayer):
     def refresh(self) -> None:
         self._derived.refresh()
 
-    def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, partials: Partials | None = None) -> torch.Tensor:
         """x: [n, size] -> a new tensor [n, size] of the layer's dtype. partials: as those of `RMSNorm`."""
         if partials is not None:
-            x.add_(partials.sum(0))
+            x = ops.add_partials(x, partials)
         normed = torch.nn.functional.layer_norm(x.float(), (self._size,), self._factor, self._shift, self.eps)
         return normed.to(self._dtype)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.residual import Residual
@@ -101,14 +102,16 @@ class RMSNorm(WeightedLayer):
     def refresh(self) -> None:
         self._derived.refresh()
 
-    def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, partials: Partials | None = None) -> torch.Tensor:
         """x: [n, size] -> a new tensor [n, size] of the layer's dtype.
 
-        partials: [p, n, size] float32; first x += their sum, in place (deferred split-K reduction).
+        partials: first x += their sum, in place (a deferred add); x is float32.
         """
         if partials is None:
             return self._normalise(x)
-        return self._normalise(x, partials=partials) if self._has_kernel else self._normalise(x.add_(partials.sum(0)))
+        if self._has_kernel:
+            return self._normalise(x, partials=partials)
+        return self._normalise(ops.add_partials(x, partials))
 
     def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
         """hidden [n, size] += the norm of x [n, size]."""
@@ -137,11 +140,9 @@ class Unnormed(WeightedLayer):
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         pass
 
-    def __call__(self, x: torch.Tensor, partials: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, partials: Partials | None = None) -> torch.Tensor:
         """As `RMSNorm`."""
-        if partials is not None:
-            x.add_(partials.sum(0))
-        return x.to(self._dtype)
+        return (x if partials is None else ops.add_partials(x, partials)).to(self._dtype)
 
 
 AnyNorm = RMSNorm | LayerNorm | Unnormed

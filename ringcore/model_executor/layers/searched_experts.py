@@ -12,6 +12,7 @@ import torch
 from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, Routing
 from ringcore.kernels.found_tiles import TileProblem
 from ringcore.kernels.packed_weight import stored_as
+from ringcore.kernels.partials import Partials
 from ringcore.kernels.skinny_configs import last_of_range
 from ringcore.kernels.skinny_tiles import Config
 from ringcore.model_executor.linear_schemes.searched_scheme import Like, RandomNumbers, SearchedTiles, Streams
@@ -41,11 +42,12 @@ class SearchedExperts:
         counters: torch.Tensor,
         out: torch.Tensor | None = None,
         add_to: torch.Tensor | None = None,
+        defer: Callable[[Partials], None] | None = None,
         norm: tuple[torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         choose = partial(self._choose, matrices)
         given = (matrices, activate, normalise), {"counters": counters, "choose": choose}
-        made = self._experts(x, routing, *given[0], **given[1], out=out, add_to=add_to, norm=norm)
+        made = self._experts(x, routing, *given[0], **given[1], out=out, add_to=add_to, defer=defer, norm=norm)
         if self._tiles.recording is not None:
             kept = _Call(self._experts, *given, Like.of(x), Like.of(made), add_to is not None, Like.of(routing.experts))
             self._tiles.recording.made(len(x), _active_bytes(matrices, len(x) * routing.k), kept.again)
@@ -91,7 +93,7 @@ class _Call:
         given = numbers(self.x), self.routing, *self.layer
         if self.adds:
             stream = streams.added_to(self.out)
-            self.experts(*given, **self.options, add_to=stream.rows)
+            self.experts(*given, **self.options, add_to=stream.rows, defer=stream.defer_add)
             return stream
         out = torch.empty(self.out.shape, dtype=self.out.dtype, device=self.out.device)
         return self.experts(*given, **self.options, out=out)

@@ -14,6 +14,7 @@ import torch
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
 from ringcore.kernels.packed_weight import stored_as
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Derived
@@ -104,7 +105,7 @@ class KernelProduct(Product):
             return
         num_splits = self._choose_split_k(*self.weight.shape, len(x))
         if num_splits > 1:
-            hidden.defer_add(_split_k_linear(x, self._dense(), num_splits))
+            hidden.defer_add(Partials(_split_k_linear(x, self._dense(), num_splits)))
         else:
             torch.addmm(rows, x, self._dense().t(), out_dtype=torch.float32, out=rows)
 

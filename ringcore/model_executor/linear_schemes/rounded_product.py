@@ -12,6 +12,7 @@ import torch
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
 from ringcore.kernels.packed_weight import stored_as
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.kernel_product import Choose
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.linear_schemes.scaled_product import ScaledProduct
@@ -77,7 +78,7 @@ class RoundedProduct(Product):
         if not self._is_many(len(x)):
             self._multiply(x, out=rows, adds=True)
         elif rows.dtype == torch.float32:
-            hidden.defer_add(self._multiply(x)[None])
+            hidden.defer_add(Partials(self._multiply(x)[None]))
         else:
             rows.add_(self._multiply(x))
 
@@ -129,7 +130,7 @@ class RoundedProduct(Product):
 
     def _before(
         self, x: torch.Tensor | Residual, norm: Norm | None, *, adds: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, RowNorm | None]:
+    ) -> tuple[torch.Tensor, Partials | None, RowNorm | None]:
         """Rows, and what remains to be computed before the rounding: a deferred add, unless it `adds`, and the norm."""
         if not isinstance(x, Residual):
             return x, None, None

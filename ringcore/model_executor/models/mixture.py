@@ -177,9 +177,9 @@ class Experts(WeightedLayer):
         rank."""
         return self._bound(x, routing)
 
-    def add_to(self, rows: torch.Tensor, x: NormedRows, routing: Routing) -> None:
-        """rows [n, hidden_size] += self(x, routing)."""
-        self._bound.add_to(rows, x, routing)
+    def add_to(self, stream: Residual, x: NormedRows, routing: Routing) -> None:
+        """stream [n, hidden_size] += self(x, routing)."""
+        self._bound.add_to(stream, x, routing)
 
 
 class Mixture(Sublayer):
@@ -196,4 +196,4 @@ class Mixture(Sublayer):
     def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
         x = NormedRows(hidden, norm)
         routing = self.router(x)  # its norm takes a deferred add, which reading the stream first would launch by itself
-        self.experts.add_to(stream.rows, x, routing)
+        self.experts.add_to(stream, x, routing)

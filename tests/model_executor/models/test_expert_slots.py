@@ -120,9 +120,9 @@ def test_forced_routings(routing, redundant):
         matrices = ExpertMatrices(DenseExperts(up[own]), DenseExperts(down[own]), first=slots.first)
         slots.bind(CPU, [], lambda: None)
         bound = BoundExperts(matrices, ExpertGate(), tp, slots=slots)
-        rows, given = torch.ones(9, 32), NormedRows(Residual(x))
-        bound.add_to(rows, given, Routing(experts, weights))
-        torch.testing.assert_close(rows - 1, expected, atol=1e-5, rtol=1e-5)
+        stream, given = Residual(torch.ones(9, 32)), NormedRows(Residual(x))
+        bound.add_to(stream, given, Routing(experts, weights))
+        torch.testing.assert_close(stream.rows - 1, expected, atol=1e-5, rtol=1e-5)
         if redundant is not None:
             counted = Counter(experts.flatten().tolist())
             assert slots.take_counts() == [counted[expert] for expert in range(num_experts)]

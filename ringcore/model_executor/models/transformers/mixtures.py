@@ -35,7 +35,7 @@ class BoundMixture:
         if self._shared is not None:  # it reads them after the stream has changed
             x = NormedRows(Residual(x.rows))
         routing = self._router.routing(x)  # first, so that its norm takes a deferred add
-        self._experts.add_to(stream.rows, x, routing)
+        self._experts.add_to(stream, x, routing)
         if isinstance(self._shared, FusedMLP):
             self._shared.add_to(stream, x.rows)
         elif self._shared is not None:
