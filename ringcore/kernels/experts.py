@@ -43,6 +43,7 @@ __all__ = ["GroupedProducts", "experts", "new_expert_counters", "takes_norm"]
 
 _MIN_BLOCK_OUTPUTS = 16
 _MAX_BLOCK = 1024
+_MIN_SPLIT_ROWS = 128  # of a tile: that of an expert's last rows has half as many where they fit
 
 
 def new_expert_counters(matrices: ExpertMatrices) -> torch.Tensor:
@@ -194,6 +195,7 @@ class GroupedProducts:
             num_weights=num_weights,
             num_inputs=num_inputs,
             block_rows=config.block_rows,
+            tail_rows=config.block_rows // 2 if config.block_rows >= _MIN_SPLIT_ROWS else 0,
             block_inputs=config.block_inputs,
             block_weights=config.block_weights,
             num_stages=config.num_stages,

@@ -15,8 +15,8 @@ from expert_stacks import stacked_experts
 from test_precompile import run
 
 from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, GptqFormat, InputFormat, Mxfp4Format
-from ringcore.kernels.add_partials import add_partials
 from ringcore.kernels import experts_fma, experts_sort
+from ringcore.kernels.add_partials import add_partials
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.experts import experts, new_expert_counters, takes_norm
@@ -126,6 +126,14 @@ def test_pairs_are_sorted_by_expert(device, monkeypatch, n, num_experts, first, 
 def test_every_routing(device, n, kind):
     """As many tokens as sum in the product and as do not, in one tile of an expert and in several."""
     Case(device).check(n, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_the_last_tile_of_an_expert_is_smaller_where_it_fits(device, monkeypatch, kind):
+    monkeypatch.setattr("ringcore.kernels.experts._MIN_SPLIT_ROWS", 32)
+    config = DotConfig(32, 32, 4, 2, 1, block_rows=32)
+    for n in (9, 21, 40):
+        Case(device).check(n, kind=kind, config=config)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
