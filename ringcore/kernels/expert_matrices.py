@@ -5,14 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ringcore.kernels.packed_weight import PackedWeight
-
-if TYPE_CHECKING:
-    from ringcore.kernels.experts_sort import SortedPairs
 
 __all__ = [
     "Activate",
@@ -112,7 +108,6 @@ class Routing:
 
     experts: torch.Tensor  # [num_tokens, k], int32 or int64
     weights: torch.Tensor  # [num_tokens, k], any float dtype
-    pairs: SortedPairs | None = None  # of all experts from 0 on, where the router has sorted them
 
     @property
     def k(self) -> int:

@@ -51,13 +51,12 @@ def multiply_tile(
     x,  # these as `grouped_kernel` takes them
     row_scales,
     bias,
-    order,
     rows,
     weight,
     packed,
     expert,  # of the tile
-    begin,  # the place of its first pair
-    num_left,  # pairs of the expert from it on, 1 or more
+    num_left,  # pairs of the expert from the tile's first on, 1 or more
+    pairs,  # [block_rows], of the tile; behind the last any
     layout: tl.constexpr,
     row_group: tl.constexpr,
     k: tl.constexpr,
@@ -68,7 +67,6 @@ def multiply_tile(
     block_weights: tl.constexpr,
     num_stages: tl.constexpr,
     is_whole: tl.constexpr,
-    by_pair: tl.constexpr,
     reads_pairs: tl.constexpr,
     is_transposed: tl.constexpr,
     has_bias: tl.constexpr,
@@ -85,10 +83,6 @@ def multiply_tile(
     num_outputs: tl.constexpr = num_weights // 2 if is_gated else num_weights
     first_output = tl.program_id(0) * block_outputs
     row = tl.arange(0, block_rows)
-    if by_pair:
-        pairs = begin + row * 0
-    else:  # rows behind the last wrap around to the first ones
-        pairs = tl.load(order + begin + row % tl.minimum(num_left, block_rows))
     at_weight = tl.arange(0, block_weights)
     are_halves: tl.constexpr = is_gated and not is_interleaved
     if are_halves:

@@ -1,7 +1,7 @@
 """The experts of a mixture (fused MoE): a sort of the tokens by expert, two grouped products, the sum over experts.
 
-    sort_pairs              which pairs of a token and an expert each expert has; for very few tokens each pair is a
-                            work item, and none is sorted
+    sort of the pairs       which pairs of a token and an expert each expert has; of few tokens a list of work items,
+                            and for very few each pair is one
     product of gate and up  the rows of each expert gathered, the activation as its epilogue
     product of down         the weighted sum over the experts of a token, and the residual add, as its epilogue for very
                             few tokens; for more a deferred add, or a launch of its own
@@ -15,7 +15,7 @@ see `experts_fma`. FP8 weights whose rows are to be rounded are multiplied by FP
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 import triton
@@ -27,11 +27,10 @@ from ringcore.kernels.experts_configs import (
     MAX_PAIRED_TOKENS,
     MAX_SUMMED_TOKENS,
     choose_grouped,
-    max_items,
 )
 from ringcore.kernels.experts_fma import experts_of_one_token, takes_one_token
 from ringcore.kernels.experts_kernels import grouped_kernel, weighted_sum_kernel
-from ringcore.kernels.experts_sort import SortedPairs, sort_pairs
+from ringcore.kernels.experts_sort import list_items, max_items, sort_pairs
 from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.kernels.partials import Partials
 from ringcore.kernels.round_rows import round_rows
@@ -84,15 +83,11 @@ def experts(
     target = _target(x, matrices, out, add_to)
     if not len(x):
         return target
-    routing = Routing(routing.experts.contiguous(), routing.weights.contiguous(), routing.pairs)
+    routing = Routing(routing.experts.contiguous(), routing.weights.contiguous())
     if config is None and isinstance(activate, ExpertGate) and takes_norm(len(x), matrices, activate, normalise):
         return experts_of_one_token(x, routing, matrices, activate, target, adds=add_to is not None, norm=norm)
     assert norm is None, "the norm is a prologue for one token by FMA"
-    pairs = None
-    if len(x) > MAX_PAIRED_TOKENS:
-        pairs = routing.pairs or sort_pairs(routing.experts, len(matrices), matrices.first)
-        assert len(pairs.offsets) == len(matrices) + 1, "the pairs are those of other experts"
-    grouped = GroupedProducts(routing, matrices, pairs, config, choose)
+    grouped = GroupedProducts(routing, matrices, config, choose)
     if isinstance(activate, ExpertGate):
         inner = grouped.product(x, matrices.up, matrices.up_bias, x.dtype, gate=activate)
     else:
@@ -145,13 +140,33 @@ class GroupedProducts:
         self,
         routing: Routing,
         matrices: ExpertMatrices,
-        pairs: SortedPairs | None,
-        config: DotConfig | None,
+        config: DotConfig | None = None,
         choose: Callable[..., DotConfig] = choose_grouped,
     ) -> None:
-        """pairs: None where each is a work item."""
         self._num_tokens, self._routing, self._matrices = len(routing.experts), routing, matrices
-        self._pairs, self._config, self._choose = pairs, config, choose
+        self._config, self._choose = config, choose
+        self._by_pair, self._has_items = self._num_tokens <= MAX_PAIRED_TOKENS, self._num_tokens <= MAX_FEW_TOKENS
+        self._sorted: tuple[torch.Tensor, torch.Tensor] | None = None  # `SortedPairs`, or `WorkItems`
+
+    def _tile(self, weight: ExpertWeight) -> DotConfig:
+        """Of a list of items the rows are those of the first product's tile."""
+        shape = (*weight.shape, self._num_tokens, self._routing.k, weight.dtype, _numbers(weight))
+        config = self._config or self._choose(*shape)
+        if not self._has_items or self._by_pair or self._sorted is None:
+            return config
+        return replace(config, block_rows=self._sorted[0].shape[1])
+
+    def _sort(self, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._sorted is None:
+            experts, first = self._routing.experts, self._matrices.first
+            num_experts = len(self._matrices)
+            if self._by_pair:
+                self._sorted = experts, experts  # not read
+            elif self._has_items:
+                self._sorted = list_items(experts, num_experts, first, block_rows)
+            else:
+                self._sorted = sort_pairs(experts, num_experts, first)
+        return self._sorted
 
     def product(
         self,
@@ -170,8 +185,7 @@ class GroupedProducts:
         assert (x.shape[1], x.dtype) == (num_inputs, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
         x, scales = round_rows(x, group)[:2] if group else (weight.rounded(x), x)
         num_outputs = num_weights if gate is None else num_weights // 2
-        numbers = _numbers(weight)
-        config = self._config or self._choose(*weight.shape, self._num_tokens, k, weight.dtype, numbers)
+        config = self._tile(weight)
         block_outputs = config.block_weights if gate is None else config.block_weights // 2
         for tensor in (x, stored, bias):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
@@ -180,11 +194,12 @@ class GroupedProducts:
         assert not group or group % config.block_inputs == 0, (group, config)
         num_pairs, gate, pdl = self._num_tokens * k, gate or ExpertGate(), supports_pdl(x.device)
         rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
-        pairs = self._pairs or SortedPairs(routing.experts, routing.experts)  # not read
-        num_items = max_items(num_pairs, num_experts, config.block_rows) if self._pairs else num_pairs
+        assert sums is None or self._by_pair, self._num_tokens
+        pairs = self._sort(config.block_rows)
+        num_items = num_pairs if self._by_pair else max_items(num_pairs, num_experts, config.block_rows)
         grouped_kernel[(triton.cdiv(num_outputs, block_outputs), num_items)](
-            *(x, scales, rows if bias is None else bias, pairs.order, pairs.offsets, rows),
-            *(routing.experts, routing.weights, *((rows, pairs.order) if sums is None else (sums.out, sums.counters))),
+            *(x, scales, rows if bias is None else bias, *pairs, rows),
+            *(routing.experts, routing.weights, *((rows, rows) if sums is None else (sums.out, sums.counters))),
             *(self._num_tokens, matrices.first),
             **tile_arguments(stored, are_numbers=group > 0),
             row_group=group,
@@ -200,7 +215,8 @@ class GroupedProducts:
             block_weights=config.block_weights,
             num_stages=config.num_stages,
             is_whole=num_inputs % config.block_inputs == 0,
-            by_pair=self._pairs is None,
+            by_pair=self._by_pair,
+            has_items=self._has_items,
             reads_pairs=reads_pairs,
             is_transposed=weight.is_transposed,
             has_bias=bias is not None,

@@ -19,7 +19,7 @@ from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, FP8_NUMBERS, NIBBLE_NUMBERS, Numbers, fastest_dot
 
-__all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "grouped_tiles", "max_items"]
+__all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "grouped_tiles"]
 
 MAX_FEW_TOKENS = 64
 # For more, the weighted sum has a launch of its own: the last program of a tile takes a trip to the L2 cache a token.
@@ -95,11 +95,6 @@ def grouped_tiles(
     shapes = dict.fromkeys(shape for shape in shapes if shape[1] <= most_inputs)
     tiles = [DotConfig(*shape, 1, block_rows=one) for one in rows for shape in shapes]
     return [tile for tile in tiles if tile.block_weights * tile.block_rows <= _MOST_SUMS]
-
-
-def max_items(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """The most work items that any routing of num_pairs pairs has."""
-    return min(num_pairs, num_pairs // block_rows + min(num_pairs, num_experts))
 
 
 def _power_of_2(n: int) -> int:

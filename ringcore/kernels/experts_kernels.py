@@ -1,9 +1,9 @@
 """The kernels of a mixture of experts: a grouped product, and the weighted sum over the experts of a token.
 
 A product has one work item per expert and tile of its rows, as many as there are pairs of a token and an expert demand:
-a program finds its own from the offsets of the sorted pairs, on the device. So there is no padding but in the last tile
-of each expert that has rows, and the grid, which the host launches without knowing the routing, has at most one program
-per expert more than there is work.
+a program finds its own on the device, of few tokens in a list, of more from the offsets of the sorted pairs. So there
+is no padding but in the last tile of each expert that has rows, and the grid, which the host launches without knowing
+the routing, has at most one program per expert more than there is work.
 """
 
 from __future__ import annotations
@@ -55,36 +55,24 @@ def _store_sum(total, out, token, columns, size: tl.constexpr, adds: tl.constexp
 
 
 @triton.jit
-def _work_item(
-    experts,
-    offsets,
-    num_pairs,
-    first,
-    num_experts: tl.constexpr,
-    block_experts: tl.constexpr,
-    block_rows: tl.constexpr,
-    by_pair: tl.constexpr,
-):
-    """Of the program's second index: its expert, the place of its first pair, how many pairs there are from it on, and
-    how many work items the product has. Without work the number of pairs is 0 or less."""
-    item = tl.program_id(1)
-    if by_pair:
-        expert = tl.load(experts + item).to(tl.int32) - first
-        begin = item
-        num_left = ((expert >= 0) & (expert < num_experts)).to(tl.int32)
-        num_items = num_pairs
-    else:
-        index = tl.arange(0, block_experts)
-        begins = tl.load(offsets + index, mask=index < num_experts, other=0)
-        ends = tl.load(offsets + index + 1, mask=index < num_experts, other=0)
-        tiles = (ends - begins + block_rows - 1) // block_rows
-        num_before = tl.cumsum(tiles, 0)  # with its own
-        num_items = tl.sum(tiles)
-        expert = tl.sum((num_before <= item).to(tl.int32))
-        end = tl.sum(tl.where(index == expert, ends, 0))
-        begin = tl.sum(tl.where(index == expert, begins - (num_before - tiles) * block_rows, 0)) + item * block_rows
-        num_left = tl.where(item < num_items, end - begin, 0)
-    return expert, begin, num_left, num_items
+def _item_of_offsets(offsets, item, num_experts: tl.constexpr, block_experts: tl.constexpr, block_rows: tl.constexpr):
+    """Of a work item: its expert, the place of its first pair, and how many pairs the expert has from it on; 0 or less
+    behind the last item."""
+    index = tl.arange(0, block_experts)
+    begins = tl.load(offsets + index, mask=index < num_experts, other=0)
+    ends = tl.load(offsets + index + 1, mask=index < num_experts, other=0)
+    tiles = (ends - begins + block_rows - 1) // block_rows
+    num_before = tl.cumsum(tiles, 0)  # with its own
+    expert = tl.sum((num_before <= item).to(tl.int32))
+    end = tl.sum(tl.where(index == expert, ends, 0))
+    begin = tl.sum(tl.where(index == expert, begins - (num_before - tiles) * block_rows, 0)) + item * block_rows
+    return expert, begin, tl.where(item < tl.sum(tiles), end - begin, 0)
+
+
+@triton.jit
+def _sorted_pairs(order, begin, num_left, block_rows: tl.constexpr):
+    """Of a tile; rows behind the last wrap around to the first ones."""
+    return tl.load(order + begin + tl.arange(0, block_rows) % tl.minimum(num_left, block_rows))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first"])
@@ -92,8 +80,8 @@ def grouped_kernel(
     x,  # [num_tokens, num_inputs], or [num_tokens * k, num_inputs] where reads_pairs; or codes of rounded rows
     row_scales,  # of each row of x, for each row_group of inputs, read where that is not 0
     bias,  # [num_experts, num_weights], read where has_bias
-    order,  # [num_tokens * k] int32, see `SortedPairs`
-    offsets,  # [num_experts + 1] int32
+    order,  # [num_tokens * k] int32, see `SortedPairs`; [items, block_rows] where has_items, see `WorkItems`
+    offsets,  # [num_experts + 1] int32; or [items, 2]
     rows,  # [num_tokens * k, num_outputs]
     experts,  # [num_tokens, k], read where by_pair or sums
     weights,  # [num_tokens, k]; these three are read where sums
@@ -112,12 +100,13 @@ def grouped_kernel(
     num_weights: tl.constexpr,
     num_inputs: tl.constexpr,
     block_rows: tl.constexpr,
-    tail_rows: tl.constexpr,  # of a tile with as few rows; 0: of none
+    tail_rows: tl.constexpr,  # of the tile of an expert's last rows, where they fit; 0: as of the others
     block_inputs: tl.constexpr,
     block_weights: tl.constexpr,  # the M side of the product, where wgmma takes 64
     num_stages: tl.constexpr,
     is_whole: tl.constexpr,  # block_inputs divides num_inputs
-    by_pair: tl.constexpr,  # a work item is a pair; order and offsets are not read
+    by_pair: tl.constexpr,  # a work item is a pair
+    has_items: tl.constexpr,  # a work item is one of a list
     reads_pairs: tl.constexpr,
     is_transposed: tl.constexpr,
     has_bias: tl.constexpr,
@@ -127,7 +116,7 @@ def grouped_kernel(
     limit: tl.constexpr,
     offset: tl.constexpr,
     is_interleaved: tl.constexpr,
-    sums: tl.constexpr,
+    sums: tl.constexpr,  # where by_pair
     adds: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
@@ -141,36 +130,47 @@ def grouped_kernel(
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, num_left, num_items = _work_item(
-        experts, offsets, num_tokens * k, first, num_experts, block_experts, block_rows, by_pair
-    )
+    item = tl.program_id(1)
+    if by_pair:
+        expert = tl.load(experts + item).to(tl.int32) - first
+        num_left = ((expert >= 0) & (expert < num_experts)).to(tl.int32)
+        pairs = item + tl.zeros([block_rows], tl.int32)
+    elif has_items:
+        expert = tl.load(offsets + 2 * item)
+        num_left = tl.load(offsets + 2 * item + 1)
+        pairs = tl.load(order + item * block_rows + tl.arange(0, block_rows))
+    else:
+        expert, begin, num_left = _item_of_offsets(offsets, item, num_experts, block_experts, block_rows)
     if num_left > 0:
-        of_tile = (x, row_scales, bias, order, rows, weight, packed, expert, begin, num_left)
-        if tail_rows > 0 and num_left <= tail_rows:
+        of_tile = x, row_scales, bias, rows, weight, packed, expert, num_left
+        is_sorted: tl.constexpr = not by_pair and not has_items
+        if is_sorted and tail_rows > 0 and num_left <= tail_rows:
             multiply_tile(
-                *of_tile, layout, row_group, k, num_weights, num_inputs, tail_rows, block_inputs, block_weights,
-                num_stages, is_whole, by_pair, reads_pairs, is_transposed, has_bias,
+                *of_tile, _sorted_pairs(order, begin, num_left, tail_rows),
+                layout, row_group, k, num_weights, num_inputs, tail_rows, block_inputs, block_weights, num_stages,
+                is_whole, reads_pairs, is_transposed, has_bias,
                 is_gated, is_gelu, alpha, limit, offset, is_interleaved,
             )  # fmt: skip
         else:
+            if is_sorted:
+                pairs = _sorted_pairs(order, begin, num_left, block_rows)
             multiply_tile(
-                *of_tile, layout, row_group, k, num_weights, num_inputs, block_rows, block_inputs, block_weights,
-                num_stages, is_whole, by_pair, reads_pairs, is_transposed, has_bias,
+                *of_tile, pairs,
+                layout, row_group, k, num_weights, num_inputs, block_rows, block_inputs, block_weights, num_stages,
+                is_whole, reads_pairs, is_transposed, has_bias,
                 is_gated, is_gelu, alpha, limit, offset, is_interleaved,
             )  # fmt: skip
     if sums:
-        num_arriving = tl.maximum(num_items, 1)  # one also where this rank has no expert of any token
-        if tl.program_id(1) < num_arriving:
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-            if arrived == num_arriving - 1:
-                columns = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
-                for token in range(num_tokens):
-                    summed = _weighted(
-                        rows, experts, weights, token, columns, first, k, block_k, num_experts, num_outputs, True
-                    )
-                    _store_sum(summed, out, token, columns, num_outputs, adds)
-                tl.store(counters + tl.program_id(0), 0)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(1) - 1:
+            columns = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
+            for token in range(num_tokens):
+                summed = _weighted(
+                    rows, experts, weights, token, columns, first, k, block_k, num_experts, num_outputs, True
+                )
+                _store_sum(summed, out, token, columns, num_outputs, adds)
+            tl.store(counters + tl.program_id(0), 0)
 
 
 @triton.jit(do_not_specialize=["first"])

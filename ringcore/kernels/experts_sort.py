@@ -2,7 +2,8 @@
 
 A counting sort, stable, without atomics: nothing depends on the order in which programs run, and nothing is asked for
 on the host. Of few pairs one launch, a program an expert, each of which reads all pairs; of many two, a program a chunk
-of pairs: their counts, then their places behind those of the chunks before.
+of pairs: their counts, then their places behind those of the chunks before. Of few tokens the launch lists the work
+items of the grouped products instead: a search in each of thousands of short programs would take longer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
-__all__ = ["SortedPairs", "sort_pairs", "sort_pairs_reference"]
+__all__ = ["SortedPairs", "WorkItems", "list_items", "max_items", "sort_pairs", "sort_pairs_reference"]
 
 _MAX_BLOCK = 2048
 _MAX_SCANNED = 4096  # pairs that every program reads
 _CHUNK, _AT_ONCE = 256, tl.constexpr(32)
+_MIN_BINS = 32  # of a histogram: a thread of a warp has one or more
 
 
 class SortedPairs(NamedTuple):
@@ -27,6 +29,53 @@ class SortedPairs(NamedTuple):
 
     order: torch.Tensor  # [num_pairs] int32, pairs; undefined from offsets[-1] on
     offsets: torch.Tensor  # [num_experts + 1] int32: where the pairs of each expert begin
+
+
+class WorkItems(NamedTuple):
+    """Tiles of the sorted pairs, expert by expert."""
+
+    pairs: torch.Tensor  # [items, block_rows] int32; behind the last pair of an expert its first one
+    heads: torch.Tensor  # [items, 2] int32: the expert, and how many pairs it has from the item's first on; 0: no item
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_items"])
+def _items_kernel(
+    experts,  # [num_pairs] int32 or int64
+    pairs,  # these two: see `WorkItems`
+    heads,
+    num_pairs,  # int
+    first,  # int, the expert of program 0
+    num_items,  # int
+    num_experts: tl.constexpr,
+    block_experts: tl.constexpr,
+    block: tl.constexpr,  # num_pairs or more
+    block_items: tl.constexpr,  # num_items or more
+    block_rows: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """Program i lists the items of expert i, behind those of the experts before."""
+    expert = tl.program_id(0)
+    pair, item = tl.arange(0, block), tl.arange(0, block_items)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    found = tl.load(experts + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first
+    is_here = (pair < num_pairs) & (found >= 0) & (found < num_experts)
+    counts = tl.histogram(tl.where(is_here, found, 0), block_experts, mask=is_here)
+    tiles = (counts + block_rows - 1) // block_rows
+    first_item = tl.sum(tl.where(tl.arange(0, block_experts) < expert, tiles, 0))
+    is_own = is_here & (found == expert)
+    num_own = tl.sum(is_own.to(tl.int32))
+    num_tiles = (num_own + block_rows - 1) // block_rows
+    own = pairs + first_item * block_rows
+    tl.store(own + tl.cumsum(is_own.to(tl.int32), 0) - 1, pair, mask=is_own)
+    behind = num_own + tl.arange(0, block_rows)
+    first_pair = tl.min(tl.where(is_own, pair, block))
+    tl.store(own + behind, first_pair + behind * 0, mask=behind < num_tiles * block_rows)
+    tl.store(heads + (first_item + item) * 2, expert + item * 0, mask=item < num_tiles)
+    tl.store(heads + (first_item + item) * 2 + 1, num_own - item * block_rows, mask=item < num_tiles)
+    is_rest = (expert == num_experts - 1) & (item >= first_item + num_tiles) & (item < num_items)
+    tl.store(heads + item * 2 + 1, item * 0, mask=is_rest)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first"])
@@ -164,6 +213,33 @@ def sort_pairs(experts: torch.Tensor, num_experts: int, first: int = 0) -> Sorte
     _count_kernel[(num_chunks,)](experts, counts[0], num_pairs, first, **options)
     _place_kernel[(num_chunks,)](experts, *counts, order, offsets, num_pairs, first, num_chunks, **options)
     return SortedPairs(order, offsets)
+
+
+def list_items(experts: torch.Tensor, num_experts: int, first: int, block_rows: int) -> WorkItems:
+    """Of pairs as `sort_pairs` takes them, of few tokens, in tiles of block_rows."""
+    num_pairs, pdl = experts.numel(), supports_pdl(experts.device)
+    assert experts.is_contiguous(), "rows must be contiguous"
+    num_items = max_items(num_pairs, num_experts, block_rows)
+    pairs = torch.empty(num_items, block_rows, dtype=torch.int32, device=experts.device)
+    items = WorkItems(pairs, torch.empty(num_items, 2, dtype=torch.int32, device=experts.device))
+    block = max(32, triton.next_power_of_2(num_pairs))
+    _items_kernel[(num_experts,)](
+        *(experts, *items, num_pairs, first, num_items),
+        num_experts=num_experts,
+        block_experts=max(_MIN_BINS, triton.next_power_of_2(num_experts)),
+        block=block,
+        block_items=triton.next_power_of_2(num_items),
+        block_rows=block_rows,
+        pdl=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return items
+
+
+def max_items(num_pairs: int, num_experts: int, block_rows: int) -> int:
+    """The most work items that any routing of num_pairs pairs has."""
+    return min(num_pairs, num_pairs // block_rows + min(num_pairs, num_experts))
 
 
 def sort_pairs_reference(experts: torch.Tensor, num_experts: int, first: int = 0) -> SortedPairs:

@@ -1,8 +1,8 @@
 """The router of a mixture: logits, their softmax or sigmoids, the k largest.
 
-One token takes one launch (`router_fma`). Of several a launch multiplies tiles of the router's matrix, over a share of
-the inputs each (split-K), of many cuBLAS; another launch adds the partials and chooses, a program a token, and of few
-pairs its last program sorts them by expert. Torch's operations would be seven launches.
+Few tokens take one launch (`router_fma`). Of more a launch multiplies tiles of the router's matrix, over a share of the
+inputs each (split-K), of many cuBLAS; another launch adds the partials and chooses, a program a token. Torch's
+operations would be seven launches.
 """
 
 from __future__ import annotations
@@ -13,44 +13,14 @@ import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import RouterForm, Routing
-from ringcore.kernels.experts_configs import MAX_PAIRED_TOKENS
-from ringcore.kernels.experts_sort import SortedPairs
-from ringcore.kernels.router_fma import MAX_INPUTS, choose, route_one_token, scores_of
+from ringcore.kernels.router_fma import MAX_INPUTS, MAX_TOKENS, choose, route_few_tokens, scores_of
 
-__all__ = ["new_router_counter", "route", "takes_norm"]
+__all__ = ["new_router_counters", "route", "takes_norm"]
 
 _MAX_SPLIT_TOKENS = 256  # the logits of more are cuBLAS's
 _BLOCK_EXPERTS, _BLOCK_INPUTS = 16, 128
 _MIN_ROWS, _MAX_ROWS = 16, 64  # of a program
 _SPLIT_INPUTS = 512  # of one program, at least
-_MAX_SORTED = 128  # pairs; more are sorted by programs of their own: 256 took 18 us a layer more, in one program
-_SORTED_AT_ONCE = tl.constexpr(32)
-
-
-@triton.jit
-def _sort(
-    experts,  # [num_pairs] int32
-    order,  # these two: see `SortedPairs`
-    offsets,
-    num_pairs,
-    num_experts: tl.constexpr,
-    block_experts: tl.constexpr,  # more than num_experts
-    block_pairs: tl.constexpr,
-):
-    """A pair's place is the number of pairs with an expert before its own, or with its own and a token before."""
-    pair = tl.arange(0, block_pairs)
-    expert = tl.arange(0, block_experts)
-    own = tl.load(experts + pair, mask=pair < num_pairs, other=num_experts, cache_modifier=".cg")
-    places = tl.zeros([block_pairs, _SORTED_AT_ONCE], tl.int32)
-    begins = tl.zeros([block_experts, _SORTED_AT_ONCE], tl.int32)
-    for at in tl.static_range(0, block_pairs, _SORTED_AT_ONCE):
-        other = at + tl.arange(0, _SORTED_AT_ONCE)
-        found = tl.load(experts + other, mask=other < num_pairs, other=num_experts, cache_modifier=".cg")[None, :]
-        is_before = (found < own[:, None]) | ((found == own[:, None]) & (other[None, :] < pair[:, None]))
-        places += is_before.to(tl.int32)
-        begins += (found < expert[:, None]).to(tl.int32)
-    tl.store(order + tl.sum(places, 1), pair, mask=pair < num_pairs)
-    tl.store(offsets + expert, tl.sum(begins, 1), mask=expert <= num_experts)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -96,14 +66,9 @@ def _choose_kernel(
     correction,  # [num_experts], read where is_corrected
     experts,  # [num_tokens, k] int32
     weights,  # [num_tokens, k]
-    order,  # [num_tokens * k] int32, this and the next: see `SortedPairs`, written where block_pairs > 0
-    offsets,  # [num_experts + 1] int32
-    counter,  # [1] int32, 0, and 0 again afterwards
     num_experts: tl.constexpr,
     k: tl.constexpr,
     block_k: tl.constexpr,
-    block_experts: tl.constexpr,  # more than num_experts
-    block_pairs: tl.constexpr,  # a power of two, num_tokens * k or more
     splits: tl.constexpr,
     normalises: tl.constexpr,  # this and the next three: see `RouterForm`
     is_sigmoid: tl.constexpr,
@@ -113,7 +78,7 @@ def _choose_kernel(
     is_corrected: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """Program i chooses for token i. The one that arrives last sorts."""
+    """Program i chooses for token i."""
     token, num_tokens = tl.program_id(0), tl.num_programs(0)
     if pdl:
         gdc_launch_dependents()
@@ -126,22 +91,16 @@ def _choose_kernel(
         *(scores, correction, experts + pairs, weights + pairs),
         num_experts, k, block_k, normalises, scale, is_corrected,
     )  # fmt: skip
-    if block_pairs > 0:
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if arrived == num_tokens - 1:
-            _sort(experts, order, offsets, num_tokens * k, num_experts, block_experts, block_pairs)
-            tl.store(counter, 0)
 
 
-def new_router_counter(device: torch.device) -> torch.Tensor:
-    """The arrival counter by which programs find the last one: 0 before and after a launch."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def new_router_counters(device: torch.device) -> torch.Tensor:
+    """The arrival counters by which programs of one token find the last one: 0 before and after a launch."""
+    return torch.zeros(MAX_TOKENS, dtype=torch.int32, device=device)
 
 
 def takes_norm(num_tokens: int, weight: torch.Tensor) -> bool:
     """Whether `route` has a norm as its prologue for so many tokens."""
-    return num_tokens == 1 and weight.shape[1] <= MAX_INPUTS
+    return num_tokens <= MAX_TOKENS and weight.shape[1] <= MAX_INPUTS
 
 
 def route(
@@ -149,32 +108,35 @@ def route(
     weight: torch.Tensor,
     form: RouterForm,
     *,
-    counter: torch.Tensor,
+    counters: torch.Tensor,
     bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
+    normed: torch.Tensor | None = None,
 ) -> Routing:
     """As `route_reference` of `kernels.expert_matrices`; of equal scores that of the first expert.
 
     x: [n, hidden_size], weight: [num_experts, hidden_size], bias and correction: [num_experts]; contiguous. The experts
-    are int32; the pairs of more than `MAX_PAIRED_TOKENS`, if they are few, are sorted.
+    are int32.
 
-    counter: see `new_router_counter`, not shared with what may run at the same time.
+    counters: see `new_router_counters`, not shared with what may run at the same time.
     norm: prologue, of what `takes_norm`: gain [hidden_size] and eps; x may have any float dtype, and its norm is not
-    rounded before the product.
+    rounded before the product. normed: [n, hidden_size], contiguous, of any float dtype, gets the norm, rounded.
     """
     assert len(x), "no token has no launch"
     assert x.is_contiguous(), "rows must be contiguous"
     assert weight.is_contiguous(), "the matrix must be contiguous"
+    assert normed is None or (norm is not None and normed.shape == x.shape and normed.is_contiguous())
     if takes_norm(len(x), weight):
         dtype = form.dtype or weight.dtype
-        return route_one_token(x, weight, form, dtype, counter=counter, bias=bias, correction=correction, norm=norm)
-    assert norm is None, "the norm is a prologue for one token"
+        vectors = {"bias": bias, "correction": correction}
+        return route_few_tokens(x, weight, form, dtype, counters=counters, norm=norm, normed=normed, **vectors)
+    assert norm is None, "the norm is a prologue for few tokens"
     if len(x) <= _MAX_SPLIT_TOKENS:
-        return _choose(x, _partials(x, weight), form, counter, bias, correction)
+        return _choose(x, _partials(x, weight), form, bias, correction)
     dtype = x.dtype if form.rounds_logits else torch.float32
     logits = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return _choose(x, logits[None], form, counter, None, correction)
+    return _choose(x, logits[None], form, None, correction)
 
 
 def _partials(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -202,25 +164,18 @@ def _choose(
     x: torch.Tensor,
     partials: torch.Tensor,
     form: RouterForm,
-    counter: torch.Tensor,
     bias: torch.Tensor | None,
     correction: torch.Tensor | None,
 ) -> Routing:
     (splits, num_tokens, num_experts), k, pdl = partials.shape, form.k, supports_pdl(x.device)
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_tokens, k, dtype=form.dtype or x.dtype, device=x.device)
-    num_pairs, pairs = num_tokens * k, None
-    if num_tokens > MAX_PAIRED_TOKENS and num_pairs <= _MAX_SORTED:
-        places = torch.empty(num_pairs + num_experts + 1, dtype=torch.int32, device=x.device)
-        pairs = SortedPairs(places[:num_pairs], places[num_pairs:])
     _choose_kernel[(num_tokens,)](
         *(x, partials, partials if bias is None else bias, partials if correction is None else correction),
-        *(experts, weights, *(pairs or (experts, experts)), counter),
+        *(experts, weights),
         num_experts=num_experts,
         k=k,
         block_k=triton.next_power_of_2(k),
-        block_experts=2 * triton.next_power_of_2(num_experts),
-        block_pairs=0 if pairs is None else max(_SORTED_AT_ONCE.value, triton.next_power_of_2(num_pairs)),
         splits=splits,
         normalises=form.normalises,
         is_sigmoid=form.is_sigmoid,
@@ -232,4 +187,4 @@ def _choose(
         num_warps=4,
         **launch_options(pdl),
     )
-    return Routing(experts, weights, pairs)
+    return Routing(experts, weights)

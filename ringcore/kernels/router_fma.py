@@ -1,7 +1,8 @@
-"""The router of one token by FMA, with the norm before it as its prologue: see `router`.
+"""The router of few tokens by FMA, with the norm before it as its prologue: see `router`.
 
-A program holds the rows of some experts in registers before it waits for the kernel before it. The last one that
-arrives chooses. Each of its warps has all logits, as tiles of 32, so that no reduction goes through shared memory.
+A program multiplies one token by some experts, whose rows it holds in registers before it waits for the kernel before
+it. The last one of a token that arrives chooses. Each of its warps has all logits, as tiles of 32, so that no reduction
+goes through shared memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 from ringcore.kernels.expert_matrices import RouterForm, Routing
 from ringcore.kernels.reductions import add2
 
-__all__ = ["MAX_INPUTS", "choose", "route_one_token", "scores_of"]
+__all__ = ["MAX_INPUTS", "MAX_TOKENS", "choose", "route_few_tokens", "scores_of"]
 
 MAX_INPUTS = 8192  # more rows of experts than one do not fit in registers
-_BLOCK_TILE, _NUM_WARPS = 4, 4  # experts of one program
+MAX_TOKENS = 64
+_NUM_WARPS = 4
+_TILE = 4  # experts of a program of one token
+_MAX_TILE, _TILE_NUMBERS = 8, 1 << 14  # experts of one of several, and numbers in registers, at most
 _LANES = tl.constexpr(32)  # logits of a tile
 _CHOSEN = tl.constexpr(-(1 << 31))  # the key of an expert that is not chosen again, less than that of any number
 _NO_NUMBER = tl.constexpr(-(1 << 31) + 1)
@@ -137,15 +141,16 @@ def choose(
 
 @triton.jit
 def router_row_kernel(
-    x,  # [num_inputs]
+    x,  # [num_tokens, num_inputs]
     gain,  # [num_inputs], read where has_norm
     weight,  # [num_experts, num_inputs]
     bias,  # [num_experts], read where has_bias
     correction,  # [num_experts], read where is_corrected
-    logits,  # [num_experts] float32
-    experts,  # [k] int32
-    weights,  # [k]
-    counter,  # [1] int32, 0, and 0 again afterwards
+    logits,  # [num_tokens, num_experts] float32
+    experts,  # [num_tokens, k] int32
+    weights,  # [num_tokens, k]
+    normed,  # [num_tokens, num_inputs], written where stores_norm
+    counters,  # [num_tokens] int32, 0, and 0 again afterwards
     eps,  # float
     num_experts: tl.constexpr,
     num_inputs: tl.constexpr,
@@ -154,6 +159,7 @@ def router_row_kernel(
     block_k: tl.constexpr,
     block_tile: tl.constexpr,  # experts of one program
     has_norm: tl.constexpr,
+    stores_norm: tl.constexpr,
     normalises: tl.constexpr,  # this and the next three: see `RouterForm`
     is_sigmoid: tl.constexpr,
     rounds_logits: tl.constexpr,
@@ -162,63 +168,80 @@ def router_row_kernel(
     is_corrected: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
+    """Program (i, j) multiplies token j by experts tile i."""
+    token = tl.program_id(1)
     expert = tl.program_id(0) * block_tile + tl.arange(0, block_tile)
     columns = tl.arange(0, block_inputs)[None, :]
     if pdl:
         gdc_launch_dependents()
     matrix = weight + tl.minimum(expert, num_experts - 1)[:, None] * num_inputs + columns
-    w = tl.load(matrix, mask=columns < num_inputs, other=0.0).to(tl.float32)
+    w = tl.load(matrix, mask=columns < num_inputs, other=0.0)
     if has_norm:
-        w *= tl.load(gain + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
+        factor = tl.load(gain + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
     if pdl:
         gdc_wait()
-    v = tl.load(x + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
+    v = tl.load(x + token * num_inputs + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
     if has_norm:
         squares = tl.broadcast_to(v * v, [block_tile, block_inputs])
-        sums, total = tl.reduce((w * v, squares), 1, add2)
-        sums *= tl.rsqrt(total / num_inputs + eps)
+        v *= factor
+        sums, total = tl.reduce((w.to(tl.float32) * v, squares), 1, add2)
+        scales = tl.rsqrt(total / num_inputs + eps)
+        sums *= scales
+        if stores_norm and tl.program_id(0) == 0:
+            rounded = v * (tl.sum(scales, 0) / block_tile)  # of equal ones
+            targets = normed + token * num_inputs + columns
+            tl.store(targets, rounded.to(normed.dtype.element_ty), mask=columns < num_inputs)
     else:
-        sums = tl.sum(w * v, 1)
-    tl.store(logits + expert, sums, mask=expert < num_experts)
+        sums = tl.sum(w.to(tl.float32) * v, 1)
+    own = logits + token * num_experts
+    tl.store(own + expert, sums, mask=expert < num_experts)
     tl.debug_barrier()
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    arrived = tl.atomic_add(counters + token, 1, sem="acq_rel", scope="gpu")
     if arrived == tl.num_programs(0) - 1:
         rounds_to: tl.constexpr = weight.dtype.element_ty if rounds_logits else None
-        scores = scores_of(logits, 0, bias, num_experts, 1, is_sigmoid, rounds_to, has_bias)
-        choose(scores, correction, experts, weights, num_experts, k, block_k, normalises, scale, is_corrected)
-        tl.store(counter, 0)
+        scores = scores_of(own, 0, bias, num_experts, 1, is_sigmoid, rounds_to, has_bias)
+        pairs = token * k
+        choose(
+            *(scores, correction, experts + pairs, weights + pairs),
+            num_experts, k, block_k, normalises, scale, is_corrected,
+        )  # fmt: skip
+        tl.store(counters + token, 0)
 
 
-def route_one_token(
+def route_few_tokens(
     x: torch.Tensor,
     weight: torch.Tensor,
     form: RouterForm,
     dtype: torch.dtype,
     *,
-    counter: torch.Tensor,
+    counters: torch.Tensor,
     bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
+    normed: torch.Tensor | None = None,
 ) -> Routing:
-    """As `ringcore.kernels.router.route` of one row x [1, num_inputs], with a norm of any float dtype, of up to
-    `MAX_INPUTS` inputs. dtype: of the weights of the experts."""
-    num_experts, num_inputs = weight.shape
+    """As `ringcore.kernels.router.route` of up to `MAX_TOKENS` rows x [n, num_inputs], with a norm of any float dtype,
+    of up to `MAX_INPUTS` inputs. dtype: of the weights of the experts."""
+    (num_tokens, num_inputs), num_experts = x.shape, len(weight)
     assert num_inputs <= MAX_INPUTS, num_inputs
-    logits = torch.empty(num_experts, dtype=torch.float32, device=x.device)
-    experts = torch.empty(1, form.k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(1, form.k, dtype=dtype, device=x.device)
+    assert num_tokens <= len(counters), (num_tokens, counters.shape)
+    logits = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x.device)
+    experts = torch.empty(num_tokens, form.k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_tokens, form.k, dtype=dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
-    pdl = supports_pdl(x.device)
-    router_row_kernel[(triton.cdiv(num_experts, _BLOCK_TILE),)](
+    block_inputs, pdl = triton.next_power_of_2(num_inputs), supports_pdl(x.device)
+    tile = _TILE if num_tokens == 1 else max(1, min(_MAX_TILE, _TILE_NUMBERS // block_inputs))
+    router_row_kernel[(triton.cdiv(num_experts, tile), num_tokens)](
         *(x, gain, weight, weight if bias is None else bias, weight if correction is None else correction),
-        *(logits, experts, weights, counter, eps),
+        *(logits, experts, weights, logits if normed is None else normed, counters, eps),
         num_experts=num_experts,
         num_inputs=num_inputs,
-        block_inputs=triton.next_power_of_2(num_inputs),
+        block_inputs=block_inputs,
         k=form.k,
         block_k=triton.next_power_of_2(form.k),
-        block_tile=_BLOCK_TILE,
+        block_tile=tile,
         has_norm=norm is not None,
+        stores_norm=normed is not None,
         normalises=form.normalises,
         is_sigmoid=form.is_sigmoid,
         rounds_logits=form.rounds_logits,

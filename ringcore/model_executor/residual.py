@@ -64,7 +64,7 @@ class Residual:
 
 class NormedRows:
     """The norm of a stream's rows, or rows as they are. A kernel that has the norm as its prologue reads the stream
-    instead; either is to be read before the stream changes."""
+    instead, and may fill in the rows for the next one; either is to be read before the stream changes."""
 
     def __init__(self, hidden: Residual, norm: Norm | None = None) -> None:
         self._hidden, self._norm = hidden, norm
@@ -85,4 +85,9 @@ class NormedRows:
         """[n, size], computed once."""
         if self._computed is None:
             self._computed = self._hidden.rows if self._norm is None else self._hidden.normed(self._norm)
+        return self._computed
+
+    def to_fill(self, dtype: torch.dtype) -> torch.Tensor:
+        """The `rows` of dtype, which a kernel that reads `stream` is to write."""
+        self._computed = torch.empty_like(self._hidden.rows, dtype=dtype)
         return self._computed

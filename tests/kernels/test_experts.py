@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from ringcore.kernels.add_partials import add_partials
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.experts import experts, new_expert_counters, takes_norm
-from ringcore.kernels.experts_configs import choose_grouped, max_items
-from ringcore.kernels.experts_sort import sort_pairs, sort_pairs_reference
+from ringcore.kernels.experts_configs import choose_grouped
+from ringcore.kernels.experts_sort import list_items, max_items, sort_pairs, sort_pairs_reference
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import E2M1_NUMBERS
 from ringcore.model_executor import ops
@@ -119,6 +120,26 @@ def test_pairs_are_sorted_by_expert(device, monkeypatch, n, num_experts, first, 
         assert torch.equal(offsets, expected.offsets)
         assert torch.equal(order[: offsets[-1]], expected.order[: offsets[-1]])
         assert all(tensor.dtype == torch.int32 for tensor in (order, offsets, *expected))
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("block_rows", [8, 16])
+@pytest.mark.parametrize(
+    ("n", "num_experts", "first", "k"), [(5, 6, 0, 2), (64, 40, 0, 3), (21, 8, 4, 4), (9, 1, 0, 1)]
+)
+def test_items_are_tiles_of_the_sorted_pairs(device, n, num_experts, first, k, block_rows, kind):
+    indices = routed(kind, n, max(k, num_experts + 2 * first), k, device).experts
+    pairs, heads = list_items(indices.contiguous(), num_experts, first, block_rows)
+    expected = sort_pairs_reference(indices, num_experts, first)
+    found, offsets = [], expected.offsets.tolist()
+    for expert, (begin, end) in enumerate(pairwise(offsets)):
+        for at in range(begin, end, block_rows):
+            rows = expected.order[at : min(at + block_rows, end)].tolist()
+            found.append((expert, end - at, rows + [int(expected.order[begin])] * (block_rows - len(rows))))
+    assert len(found) <= len(heads) == len(pairs)
+    of_items = zip(heads[:, 0].tolist(), heads[:, 1].tolist(), pairs.tolist(), strict=True)
+    assert list(of_items)[: len(found)] == found
+    assert not heads[len(found) :, 1].any(), "the others are none"
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -439,7 +460,7 @@ def test_they_compile_for_sm90(tmp_path):
                 experts(empty(n, 512), routing, packed, gates[0], add_to=torch.empty(n, 512))
             for n in (1, 64):
                 form = RouterForm(8, True)
-                route(empty(n, 2048), empty(128, 2048), form, counter=torch.zeros(1, dtype=torch.int32))
+                route(empty(n, 2048), empty(128, 2048), form, counters=torch.zeros(64, dtype=torch.int32))
             plain = ExpertMatrices(*(DenseExperts(empty(*shape)) for shape in ((32, 1024, 512), (32, 512, 512))))
             routing = Routing(torch.zeros(1, 4, dtype=torch.int32), empty(1, 4))
             norm = empty(512), 1e-6

@@ -7,24 +7,18 @@ import torch
 
 from ringcore.kernels import router
 from ringcore.kernels.expert_matrices import RouterForm, route_reference
-from ringcore.kernels.experts_sort import sort_pairs_reference
-from ringcore.kernels.router import new_router_counter, route, takes_norm
+from ringcore.kernels.router import new_router_counters, route, takes_norm
 
 pytestmark = pytest.mark.sampled
 
 
 def check(x, weight, k, normalises=True, bias=None, correction=None, **form):
-    counter, form = new_router_counter(x.device), RouterForm(k, normalises, **form)
-    found = route(x, weight, form, counter=counter, bias=bias, correction=correction)
+    counters, form = new_router_counters(x.device), RouterForm(k, normalises, **form)
+    found = route(x, weight, form, counters=counters, bias=bias, correction=correction)
     exact = route_reference(x, weight, form, bias, correction)
     assert torch.equal(found.experts.long(), exact.experts)
     torch.testing.assert_close(found.weights, exact.weights, atol=1e-5, rtol=torch.finfo(x.dtype).eps)
-    assert not counter.any(), "the next launch finds it so"
-    if found.pairs is not None:
-        sorted_pairs = sort_pairs_reference(exact.experts, len(weight))
-        assert torch.equal(found.pairs.order, sorted_pairs.order)
-        assert torch.equal(found.pairs.offsets, sorted_pairs.offsets)
-    assert (found.pairs is not None) == (len(x) > 4 and len(x) * k <= 128)
+    assert not counters.any(), "the next launch finds it so"
     return found
 
 
@@ -40,16 +34,23 @@ def test_the_same_experts_and_weights(device, n, num_experts, k, normalises):
 
 
 @pytest.mark.parametrize("num_inputs", [72, 1100])
-def test_the_norm_is_a_prologue_for_one_token(device, num_inputs):
-    x, weight, gain = 3 * randn(device, 1, num_inputs), randn(device, 40, num_inputs, seed=1), randn(device, num_inputs)
-    assert takes_norm(1, weight)
-    assert not takes_norm(2, weight)
-    counter, form = new_router_counter(device), RouterForm(5, True)
-    found = route(x, weight, form, counter=counter, norm=(gain, 1e-3))
-    exact = route_reference(torch.nn.functional.rms_norm(x, (num_inputs,), gain, 1e-3), weight, form)
+@pytest.mark.parametrize("n", [1, 7])
+def test_the_norm_is_a_prologue_for_few_tokens(device, n, num_inputs):
+    """And leaves the rows that the experts read."""
+    x, weight, gain = 3 * randn(device, n, num_inputs), randn(device, 40, num_inputs, seed=1), randn(device, num_inputs)
+    assert takes_norm(64, weight)
+    assert not takes_norm(65, weight)
+    counters, form = new_router_counters(device), RouterForm(5, True)
+    normed = torch.full_like(x, float("nan"), dtype=torch.float16)
+    found = route(x, weight, form, counters=counters, norm=(gain, 1e-3), normed=normed)
+    rows = torch.nn.functional.rms_norm(x, (num_inputs,), gain, 1e-3)
+    exact = route_reference(rows, weight, form)
+    torch.testing.assert_close(normed, rows.half(), atol=1e-3, rtol=2e-3)
     assert torch.equal(found.experts.long(), exact.experts)
+    without = route(x, weight, form, counters=counters, norm=(gain, 1e-3))
+    assert torch.equal(without.experts, found.experts)
     torch.testing.assert_close(found.weights, exact.weights, atol=1e-5, rtol=1e-5)
-    assert not counter.any(), "the next launch finds it so"
+    assert not counters.any(), "the next launch finds it so"
 
 
 @pytest.mark.parametrize("is_sigmoid", [False, True])
@@ -58,7 +59,7 @@ def test_one_token_that_is_not_finite_has_experts(device, is_sigmoid):
     weight = randn(device, 40, 72)
     form = RouterForm(4, True, is_sigmoid=is_sigmoid)
     x = torch.full((1, 72), float("nan"), device=device)
-    found = route(x, weight, form, counter=new_router_counter(device))
+    found = route(x, weight, form, counters=new_router_counters(device))
     assert found.experts.tolist() == [[0, 1, 2, 3]]
     assert found.weights.isnan().all()
 
@@ -71,6 +72,7 @@ def test_partials_of_several_programs_are_added(device, num_inputs):
 @pytest.mark.parametrize("rounds_logits", [True, False])
 def test_logits_of_many_tokens_are_a_matrix_product(device, monkeypatch, rounds_logits):
     monkeypatch.setattr(router, "_MAX_SPLIT_TOKENS", 8)
+    monkeypatch.setattr(router, "MAX_TOKENS", 4)
     x, weight = randn(device, 9, 64).half(), randn(device, 40, 64, seed=1).half()
     bias = randn(device, 40, seed=2).half()
     check(x, weight, 4, bias=bias, rounds_logits=rounds_logits, dtype=torch.float32)
@@ -81,7 +83,7 @@ def test_of_equal_probabilities_the_first_experts(device):
     weight = torch.zeros(8, 16, device=device)
     weight[5] = 100
     for n in (1, 2):
-        found = route(torch.ones(n, 16, device=device), weight, RouterForm(4), counter=new_router_counter(device))
+        found = route(torch.ones(n, 16, device=device), weight, RouterForm(4), counters=new_router_counters(device))
         assert found.experts.tolist() == [[5, 0, 1, 2]] * n
         assert found.weights.tolist() == [[1, 0, 0, 0]] * n
 

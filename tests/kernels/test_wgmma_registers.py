@@ -19,7 +19,6 @@ PRODUCTS = """
     from ringcore.checkpoint.quantization import Mxfp4Format
     from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
     from ringcore.kernels.experts import GroupedProducts
-    from ringcore.kernels.experts_sort import SortedPairs
     from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES, PackedWeight
     from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
     from ringcore.kernels.page_layout import PageLayout
@@ -36,9 +35,8 @@ PRODUCTS = """
         codes, rows = torch.empty(8, 1024, 16, 16, dtype=torch.uint8), torch.empty(70, 4)
         blocks = {"_blocks": codes, "_scales": codes[..., 0].contiguous()}
         up = experts_scheme(Mxfp4Format()).weight(blocks, torch.bfloat16)
-        pairs = SortedPairs(torch.zeros(280, dtype=torch.int32), torch.zeros(9, dtype=torch.int32))
         config = DotConfig(*config[:4], 1, block_rows=config[4])
-        products = GroupedProducts(Routing(rows.long(), rows), ExpertMatrices(up, up, None, None), pairs, config)
+        products = GroupedProducts(Routing(rows.long(), rows), ExpertMatrices(up, up, None, None), config)
         x, gate = torch.empty(70, 512).bfloat16(), ExpertGate(is_interleaved=True)
         products.product(x, up, None, torch.bfloat16, gate=gate)
 

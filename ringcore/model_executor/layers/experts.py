@@ -88,7 +88,6 @@ class BoundExperts:
         `TensorParallel.combine`."""
         if self._slots is None:
             return routing, None
-        routing = replace(routing, pairs=None)  # these are of all experts
         combines = self._tp.combines(num_tokens, self._hidden_size, routing.k, self._dtype)
         if not combines and not self._slots.is_balanced:  # the slots are the experts
             return routing, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from ringcore.model_executor.expert_schemes.stacked import ExpertStack, shares_p
 from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.layers.norm import AnyNorm
+from ringcore.model_executor.layers.router import BoundRouter
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 from ringcore.model_executor.models.decoder_layer import LayerInputs, Sublayer
@@ -50,26 +51,21 @@ class Router(WeightedLayer):
         part = WeightPart(f"{checkpoint_name}.weight", shape, 0, 0, spec.num_experts)
         self._declared = Weight(f"{name}.weight", shape, dtype, (part,), Uniform.of_fan_in(hidden_size))
         self._route_any = arithmetic.route(lambda x, weight: route_reference(x, weight, form))
-        self._weight: torch.Tensor
+        self._route: Callable[[NormedRows], Routing]
 
     def weights(self) -> list[Weight]:
         return [self._declared]
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
-        self._weight = tensors.pop(self._declared.name)
-        self._has_kernels = ops.has_kernels(self._weight.device)
-        if self._has_kernels:
-            from ringcore.kernels import router
-
-            self._route, self._takes_norm = router.route, router.takes_norm
-            self._counter = router.new_router_counter(self._weight.device)
+        weight = tensors.pop(self._declared.name)
+        if ops.has_kernels(weight.device):
+            self._route = BoundRouter(weight, self._form)
+        else:
+            self._route = lambda x: self._route_any(x.rows, weight)
 
     def __call__(self, x: NormedRows) -> Routing:
         """x: [n, hidden_size]."""
-        if not self._has_kernels:
-            return self._route_any(x.rows, self._weight)
-        rows, norm = x.stream if self._takes_norm(len(x), self._weight) else (x.rows, None)
-        return self._route(rows, self._weight, self._form, counter=self._counter, norm=norm)
+        return self._route(x)
 
 
 class Experts(WeightedLayer):

@@ -32,14 +32,14 @@ class BoundMixture:
 
     def add_to(self, stream: Residual, x: NormedRows) -> None:
         """stream [n, hidden_size] += the mixture of x [n, hidden_size]."""
-        if self._shared is not None:  # it reads them after the stream has changed
-            x = NormedRows(Residual(x.rows))
         routing = self._router.routing(x)  # first, so that its norm takes a deferred add
+        if self._shared is not None:
+            x = NormedRows(Residual(x.rows))  # the experts read them after the stream has changed, and defer their add
+            if isinstance(self._shared, FusedMLP):
+                self._shared.add_to(stream, x.rows)
+            else:
+                stream.rows.add_(self._shared(x.rows[None])[0])
         self._experts.add_to(stream, x, routing)
-        if isinstance(self._shared, FusedMLP):
-            self._shared.add_to(stream, x.rows)
-        elif self._shared is not None:
-            stream.rows.add_(self._shared(x.rows[None])[0])
 
 
 class Mixtures:
@@ -66,7 +66,7 @@ class Mixtures:
             experts = next((vars(one).get("ringcore") for one in children.values() if is_experts(one)), None)
             if router is None or not isinstance(experts, BoundExperts):
                 continue
-            if router.dtype == experts.matrices.up.dtype:  # some keep their matrix in float32
+            if router.routing.dtype == experts.matrices.up.dtype:  # some keep their matrix in float32
                 mixture.ringcore = BoundMixture(router, experts, None if shared is None else children[shared])
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ringcore.kernels.expert_matrices import RouterForm, Routing, route_reference
 from ringcore.model_executor import ops
+from ringcore.model_executor.layers.router import BoundRouter
 from ringcore.model_executor.residual import NormedRows, Residual
 
 __all__ = ["FusedRouter", "Routers"]
@@ -64,35 +65,18 @@ class FusedRouter:
     """In the place of a module's `forward`: rows of another dtype than its matrix are its own."""
 
     def __init__(self, module: Any, form: RouterForm) -> None:
-        from ringcore.kernels import router
-
-        self._module, self._form, self._own = module, form, module.forward
-        self._route, self._takes_norm = router.route, router.takes_norm
-        self._counter = router.new_router_counter(module.weight.device)
+        self._own = module.forward
+        self.routing = BoundRouter(module.weight, form, *_vectors(module))
+        self._hidden_size: int = module.weight.shape[1]
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """hidden_states: [..., hidden_size] -> None, which nothing reads, and [num_tokens, k] twice."""
-        weight: torch.Tensor = self._module.weight
-        rows = hidden_states.reshape(-1, weight.shape[1])
-        if rows.dtype != self.dtype:
+        rows = hidden_states.reshape(-1, self._hidden_size)
+        if rows.dtype != self.routing.dtype:
             own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._own(hidden_states)
             return own
         routing = self.routing(NormedRows(Residual(rows.contiguous())))
         return None, routing.weights, routing.experts
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows that the kernel takes."""
-        weight: torch.Tensor = self._module.weight
-        return weight.dtype
-
-    def routing(self, x: NormedRows) -> Routing:
-        """x: [n, hidden_size] of `dtype`."""
-        weight, vectors = self._module.weight, _vectors(self._module)
-        rows, norm = x.stream if self._takes_norm(len(x), weight) else (x.rows, None)
-        return self._route(
-            rows, weight, self._form, counter=self._counter, bias=vectors[0], correction=vectors[1], norm=norm
-        )
 
 
 def _may_be_router(module: Any) -> bool:
