@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ringcore.kernels.expert_matrices import RouterForm, Routing
@@ -21,9 +23,12 @@ class BoundRouter:
         """As `kernels.router.route` takes them. The tensors are used as they are, so they may get new contents."""
         from ringcore.kernels import router
 
-        self._weight, self._form, self._vectors = weight, form, {"bias": bias, "correction": correction}
-        self._route, self._takes_norm = router.route, router.takes_norm
-        self._counters = router.new_router_counters(weight.device)
+        self._weight = weight
+        counters = router.new_router_counters(weight.device)
+        self._route = partial(
+            router.route, weight=weight, form=form, counters=counters, bias=bias, correction=correction
+        )
+        self._takes_norm = router.takes_norm
 
     @property
     def dtype(self) -> torch.dtype:
@@ -33,9 +38,7 @@ class BoundRouter:
     def __call__(self, x: NormedRows) -> Routing:
         """x: [n, hidden_size]. The norm of few tokens is a prologue, which leaves the rows that their experts read."""
         if not self._takes_norm(len(x), self._weight):
-            rows, norm, normed = x.rows, None, None
-        else:
-            rows, norm = x.stream
-            normed = x.to_fill(self.dtype) if norm is not None and len(x) > 1 else None
-        options = {"norm": norm, "normed": normed, **self._vectors}
-        return self._route(rows, self._weight, self._form, counters=self._counters, **options)
+            return self._route(x.rows)
+        rows, norm = x.stream
+        normed = x.to_fill(self.dtype) if norm is not None and len(x) > 1 else None
+        return self._route(rows, norm=norm, normed=normed)

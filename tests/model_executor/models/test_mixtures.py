@@ -17,6 +17,7 @@ from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
 from ringcore.model_executor.loader import load_weights, pending_weights
 from ringcore.model_executor.models import build_model
@@ -282,13 +283,13 @@ def test_on_a_cpu_the_product_is_that_of_the_reference(sizes, transposed, first)
 def test_a_deferred_add_is_left_to_the_norm():
     """Reading the stream first would be a launch of its own in each layer."""
     stream, seen = Residual(torch.zeros(2, 4)), []
-    stream.defer_add(torch.ones(1, 2, 4))
+    stream.defer_add(Partials(torch.ones(1, 2, 4)))
 
     def norm(x, partials=None):
         seen.append(partials is not None)
-        return x.add_(partials.sum(0))
+        return x.add_(partials.total())
 
-    experts = SimpleNamespace(add_to=lambda rows, x, routing: rows.add_(routing))
+    experts = SimpleNamespace(add_to=lambda stream, x, routing: stream.rows.add_(routing))
     norm.gain = None
     Mixture(lambda x: 2 * x.rows, experts).add_to(stream, norm, stream, None)
     assert seen == [True]
