@@ -15,7 +15,7 @@ see `experts_fma`. FP8 weights whose rows are to be rounded are multiplied by FP
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 import triton
@@ -24,6 +24,8 @@ from ringcore.kernels.dependent_launch import launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertMatrices, ExpertWeight, Routing
 from ringcore.kernels.experts_configs import (
     MAX_FEW_TOKENS,
+    MAX_LISTED_PAIRS,
+    MAX_LISTED_TOKENS,
     MAX_PAIRED_TOKENS,
     MAX_SUMMED_TOKENS,
     choose_grouped,
@@ -145,28 +147,20 @@ class GroupedProducts:
     ) -> None:
         self._num_tokens, self._routing, self._matrices = len(routing.experts), routing, matrices
         self._config, self._choose = config, choose
-        self._by_pair, self._has_items = self._num_tokens <= MAX_PAIRED_TOKENS, self._num_tokens <= MAX_FEW_TOKENS
-        self._sorted: tuple[torch.Tensor, torch.Tensor] | None = None  # `SortedPairs`, or `WorkItems`
-
-    def _tile(self, weight: ExpertWeight) -> DotConfig:
-        """Of a list of items the rows are those of the first product's tile."""
-        shape = (*weight.shape, self._num_tokens, self._routing.k, weight.dtype, _numbers(weight))
-        config = self._config or self._choose(*shape)
-        if not self._has_items or self._by_pair or self._sorted is None:
-            return config
-        return replace(config, block_rows=self._sorted[0].shape[1])
+        self._by_pair = self._num_tokens <= MAX_PAIRED_TOKENS
+        self._has_items = self._num_tokens <= MAX_LISTED_TOKENS and routing.experts.numel() <= MAX_LISTED_PAIRS
+        self._sorted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by rows of a tile; 0: of any
 
     def _sort(self, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._sorted is None:
-            experts, first = self._routing.experts, self._matrices.first
-            num_experts = len(self._matrices)
-            if self._by_pair:
-                self._sorted = experts, experts  # not read
-            elif self._has_items:
-                self._sorted = list_items(experts, num_experts, first, block_rows)
-            else:
-                self._sorted = sort_pairs(experts, num_experts, first)
-        return self._sorted
+        """`WorkItems`, mostly those of both products, or `SortedPairs`."""
+        experts, first, num_experts = self._routing.experts, self._matrices.first, len(self._matrices)
+        if self._by_pair:
+            return experts, experts  # not read
+        rows = block_rows if self._has_items else 0
+        if rows not in self._sorted:
+            args = experts, num_experts, first
+            self._sorted[rows] = list_items(*args, block_rows) if self._has_items else sort_pairs(*args)
+        return self._sorted[rows]
 
     def product(
         self,
@@ -185,7 +179,7 @@ class GroupedProducts:
         assert (x.shape[1], x.dtype) == (num_inputs, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
         x, scales = round_rows(x, group)[:2] if group else (weight.rounded(x), x)
         num_outputs = num_weights if gate is None else num_weights // 2
-        config = self._tile(weight)
+        config = self._config or self._choose(*weight.shape, self._num_tokens, k, weight.dtype, _numbers(weight))
         block_outputs = config.block_weights if gate is None else config.block_weights // 2
         for tensor in (x, stored, bias):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"

@@ -19,13 +19,22 @@ from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, FP8_NUMBERS, NIBBLE_NUMBERS, Numbers, fastest_dot
 
-__all__ = ["MAX_FEW_TOKENS", "MAX_PAIRED_TOKENS", "MAX_SUMMED_TOKENS", "choose_grouped", "grouped_tiles"]
+__all__ = [
+    "MAX_FEW_TOKENS",
+    "MAX_LISTED_TOKENS",
+    "MAX_PAIRED_TOKENS",
+    "MAX_SUMMED_TOKENS",
+    "choose_grouped",
+    "grouped_tiles",
+]
 
 MAX_FEW_TOKENS = 64
 # For more, the weighted sum has a launch of its own: the last program of a tile takes a trip to the L2 cache a token.
 MAX_SUMMED_TOKENS = 4
 # Without a sort: the weights of an expert that several of so few tokens have are read again, mostly from the L2 cache.
 MAX_PAIRED_TOKENS = 4
+# With a list of work items; the tiles of more are so long that a search for their pairs does not show.
+MAX_LISTED_TOKENS = 256
 _MIN_ROWS, _MAX_ROWS, _MOST_ROWS = 16, 128, 256
 _MOST_SUMS = 1 << 15  # of a tile, in registers
 # Weights, inputs, warps and stages of tiles to time.
