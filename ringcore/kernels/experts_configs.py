@@ -21,6 +21,7 @@ from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, FP8_NUMBE
 
 __all__ = [
     "MAX_FEW_TOKENS",
+    "MAX_LISTED_PAIRS",
     "MAX_LISTED_TOKENS",
     "MAX_PAIRED_TOKENS",
     "MAX_SUMMED_TOKENS",
@@ -34,7 +35,7 @@ MAX_SUMMED_TOKENS = 4
 # Without a sort: the weights of an expert that several of so few tokens have are read again, mostly from the L2 cache.
 MAX_PAIRED_TOKENS = 4
 # With a list of work items; the tiles of more are so long that a search for their pairs does not show.
-MAX_LISTED_TOKENS = 256
+MAX_LISTED_TOKENS, MAX_LISTED_PAIRS = 256, 2048
 _MIN_ROWS, _MAX_ROWS, _MOST_ROWS = 16, 128, 256
 _MOST_SUMS = 1 << 15  # of a tile, in registers
 # Weights, inputs, warps and stages of tiles to time.
