@@ -7,12 +7,16 @@ import triton.language as tl
 
 from ringcore.kernels.activation import gated
 from ringcore.kernels.packed_weight import DENSE
+from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.scaled_dot import block_scaled_dot, scaled_dot
 from ringcore.kernels.weight_tiles import packed_dot
 
-__all__ = ["multiply_tile"]
+__all__ = ["multiply_tile", "prefetch_weights"]
 
 _DENSE = tl.constexpr(DENSE)
+_PREFETCHED_BYTES = tl.constexpr(
+    512
+)  # of each row of a tile, so that those of all programs at once fit in the L2 cache
 _MIN_M_ROWS = tl.constexpr(64)  # of the M side of the tensor cores
 
 
@@ -44,6 +48,27 @@ def _gated(
         halves = tl.permute(tl.reshape(total, [2, block_outputs, block_rows]), (1, 2, 0))
     gate, up = tl.split(halves)
     return gated(gate, up, is_gelu, alpha, limit, offset)
+
+
+@triton.jit
+def prefetch_weights(
+    weight,
+    expert,
+    layout: tl.constexpr,
+    row_group: tl.constexpr,
+    num_weights: tl.constexpr,
+    num_inputs: tl.constexpr,
+    block_weights: tl.constexpr,
+    is_transposed: tl.constexpr,
+):
+    """Prefetches the first inputs of the rows of outputs tile `tl.program_id(0)` to L2, where a row is contiguous."""
+    row_bytes: tl.constexpr = num_inputs * weight.dtype.element_ty.primitive_bitwidth // 8
+    num_bytes: tl.constexpr = row_bytes if row_bytes < _PREFETCHED_BYTES else _PREFETCHED_BYTES
+    has_rows: tl.constexpr = (layout[0] == _DENSE or row_group > 0) and not is_transposed
+    if has_rows and row_bytes % 16 == 0:
+        rows = tl.program_id(0) * block_weights + tl.arange(0, block_weights)
+        places = (expert.to(tl.int64) * num_weights + rows) * num_inputs
+        prefetch_l2(weight + places, rows < num_weights, num_bytes)
 
 
 @triton.jit

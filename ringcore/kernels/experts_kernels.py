@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
-from ringcore.kernels.expert_tile import multiply_tile
+from ringcore.kernels.expert_tile import multiply_tile, prefetch_weights
 
 __all__ = ["grouped_kernel", "weighted_sum_kernel"]
 
@@ -59,8 +59,8 @@ def _item_of_offsets(offsets, item, num_experts: tl.constexpr, block_experts: tl
     """Of a work item: its expert, the place of its first pair, and how many pairs the expert has from it on; 0 or less
     behind the last item."""
     index = tl.arange(0, block_experts)
-    begins = tl.load(offsets + index, mask=index < num_experts, other=0)
-    ends = tl.load(offsets + index + 1, mask=index < num_experts, other=0)
+    begins = tl.load(offsets + index, mask=index < num_experts, other=0, cache_modifier=".cg")
+    ends = tl.load(offsets + index + 1, mask=index < num_experts, other=0, cache_modifier=".cg")
     tiles = (ends - begins + block_rows - 1) // block_rows
     num_before = tl.cumsum(tiles, 0)  # with its own
     expert = tl.sum((num_before <= item).to(tl.int32))
@@ -107,7 +107,7 @@ def grouped_kernel(
     is_whole: tl.constexpr,  # block_inputs divides num_inputs
     by_pair: tl.constexpr,  # a work item is a pair
     has_items: tl.constexpr,  # a work item is one of a list
-    reads_pairs: tl.constexpr,
+    reads_pairs: tl.constexpr,  # the second product
     is_transposed: tl.constexpr,
     has_bias: tl.constexpr,
     is_gated: tl.constexpr,
@@ -123,24 +123,31 @@ def grouped_kernel(
     """Program (i, j) computes outputs tile i of work item j, block_rows rows of one expert at most; item by item the
     experts with rows in their order, so neighbours share weights or rows in the L2 cache.
 
+    The second product finds its items, and prefetches weights of them, while the first one ends.
+
     Where `sums`, the program that arrives last at the counter of its outputs tile sums the rows of each token.
     """
     block_outputs: tl.constexpr = block_weights // 2 if is_gated else block_weights
     num_outputs: tl.constexpr = num_weights // 2 if is_gated else num_weights
     if pdl:
+        if not reads_pairs:
+            gdc_wait()  # first: so the work items are complete when the programs of the second product start
         gdc_launch_dependents()
-        gdc_wait()
     item = tl.program_id(1)
     if by_pair:
-        expert = tl.load(experts + item).to(tl.int32) - first
+        expert = tl.load(experts + item, cache_modifier=".cg").to(tl.int32) - first
         num_left = ((expert >= 0) & (expert < num_experts)).to(tl.int32)
         pairs = item + tl.zeros([block_rows], tl.int32)
     elif has_items:
-        expert = tl.load(offsets + 2 * item)
-        num_left = tl.load(offsets + 2 * item + 1)
-        pairs = tl.load(order + item * block_rows + tl.arange(0, block_rows))
+        expert = tl.load(offsets + 2 * item, cache_modifier=".cg")
+        num_left = tl.load(offsets + 2 * item + 1, cache_modifier=".cg")
+        pairs = tl.load(order + item * block_rows + tl.arange(0, block_rows), cache_modifier=".cg")
     else:
         expert, begin, num_left = _item_of_offsets(offsets, item, num_experts, block_experts, block_rows)
+    if pdl and reads_pairs:
+        if num_left > 0:
+            prefetch_weights(weight, expert, layout, row_group, num_weights, num_inputs, block_weights, is_transposed)
+        gdc_wait()
     if num_left > 0:
         of_tile = x, row_scales, bias, rows, weight, packed, expert, num_left
         is_sorted: tl.constexpr = not by_pair and not has_items
