@@ -7,7 +7,7 @@ import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from benchmarks.driver import BenchmarkError
 from benchmarks.gpu_options import Deadline, add_engine_arguments, gpu_specs
@@ -128,8 +128,8 @@ def _profile(
 
 
 def rows_of(shown: str, engine: str, taken: list[dict[str, Any]], top: int, span: Span = A_STEP) -> list[Measurement]:
-    """`span` as a whole, then its kernels by the time they took in the first round, with how often it has them; those
-    after the first `top`, and any that not every round had, are one row."""
+    """`span` as a whole, then its kernels by the exclusive time they took in the first round, with how often it has
+    them; those after the first `top`, and any that not every round had, are one row."""
 
     def row(name: str, samples_us: list[float]) -> Measurement:
         samples = [us / span.unit_us for us in samples_us]
@@ -137,26 +137,38 @@ def rows_of(shown: str, engine: str, taken: list[dict[str, Any]], top: int, span
 
     rounds = [grouped(one["kernels"]) for one in taken]
     own = [name for name in rounds[0] if all(name in kernels for kernels in rounds)][:top]
-    total_us = [sum(us for _, us in kernels.values()) for kernels in rounds]
-    rest_us = [total - sum(kernels[name][1] for name in own) for total, kernels in zip(total_us, rounds, strict=True)]
+    total_us = [sum(kernel.us for kernel in kernels.values()) for kernels in rounds]
+    rest_us = [total - sum(kernels[name].us for name in own) for total, kernels in zip(total_us, rounds, strict=True)]
     rows = [
         row(f"{span.name} by the clock", [one["clock_us"] for one in taken]),
         row(f"{span.name} on the device", [one["span_us"] for one in taken]),
         row("of it without a kernel", [one["span_us"] - one["busy_us"] for one in taken]),
-        row(f"all {sum(count for count, _ in rounds[0].values()):.0f} kernels", total_us),
+        row(f"all {sum(kernel.launches for kernel in rounds[0].values()):.0f} kernels", total_us),
     ]
-    rows += [row(f"{rounds[0][name][0]:.4g} x `{name}`", [kernels[name][1] for kernels in rounds]) for name in own]
+    for name in own:
+        label = f"{rounds[0][name].launches:.4g} x `{name}`"
+        rows.append(row(label, [kernels[name].us for kernels in rounds]))
+        rows.append(row(f"{label} exclusive", [kernels[name].exclusive_us for kernels in rounds]))
     return [*rows, row(OTHERS, rest_us)] if max(rest_us) > 0 else rows
 
 
-def grouped(kernels: list[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
-    """(launches, microseconds) by a name that fits a table, the longest first: C++ kernels lose their arguments."""
-    found: dict[str, tuple[float, float]] = {}
-    for name, launches, us in kernels:
+class Kernels(NamedTuple):
+    """All of one name."""
+
+    launches: float
+    us: float
+    exclusive_us: float
+
+
+def grouped(kernels: list[tuple[str, float, float, float]]) -> dict[str, Kernels]:
+    """(name, launches, microseconds, exclusive ones) by a name that fits a table, the longest first: C++ kernels lose
+    their arguments."""
+    found: dict[str, Kernels] = {}
+    for name, *figures in kernels:
         shown = short_name(name)
-        before = found.get(shown, (0.0, 0.0))
-        found[shown] = before[0] + launches, before[1] + us
-    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+        before = found.get(shown, (0.0, 0.0, 0.0))
+        found[shown] = Kernels(*(one + more for one, more in zip(before, figures, strict=True)))
+    return dict(sorted(found.items(), key=lambda item: -item[1].exclusive_us))
 
 
 def short_name(name: str) -> str:
@@ -173,6 +185,6 @@ def _conditions(dtype: str) -> list[str]:
         "prompts alone. Offline: nano-vllm's benchmark from its first request to its last token. By the clock: without "
         "the profiler.",
         "Kernels: their own durations by torch's profiler, which may overlap where one is launched before the one "
-        "before it has ended; all are of a step, or of all requests, the number before a name how often it runs "
-        "there.",
+        "before it has ended; exclusive: from the end of all kernels before, so that these add up to the time in which "
+        "any ran. All are of a step, or of all requests, the number before a name how often it runs there.",
     ]

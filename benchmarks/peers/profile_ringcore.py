@@ -45,7 +45,8 @@ class ProfiledRingcore:
 
     def profile(self, batch: int, prompt_tokens: int, num_steps: int) -> dict[str, Any]:
         """Decode steps of `batch` requests: microseconds a step by the clock without the profiler, and with it the
-        device's span, the time of it in which any kernel ran, and (name, launches, microseconds) a step by kernel."""
+        device's span, the time of it in which any kernel ran, and (name, launches, microseconds, exclusive ones) a step
+        by kernel."""
         self._begin(batch, prompt_tokens)
         found = self._looked_at(num_steps)
         self._finish()
@@ -163,30 +164,32 @@ def _clocked_us(work: Callable[[], None]) -> float:
 
 def _summary(clock_us: float, events: list[tuple[str, float, float]], num_steps: int) -> dict[str, Any]:
     """A step's, of both."""
-    span_us, busy_us = spans(events)
+    span_us, exclusive_us = spans(events)
     launches: dict[str, float] = defaultdict(float)
-    durations_us: dict[str, float] = defaultdict(float)
-    for name, _, duration_us in events:
+    durations_us: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for (name, _, duration_us), alone_us in zip(events, exclusive_us, strict=True):
         launches[name] += 1 / num_steps
-        durations_us[name] += duration_us / num_steps
-    rows = [(name, launches[name], us) for name, us in durations_us.items()]
+        before = durations_us[name]
+        durations_us[name] = before[0] + duration_us / num_steps, before[1] + alone_us / num_steps
+    rows = [(name, launches[name], *us) for name, us in durations_us.items()]
     return {
         "clock_us": clock_us / num_steps,
         "span_us": span_us / num_steps,
-        "busy_us": busy_us / num_steps,
-        "kernels": sorted(rows, key=lambda row: -row[2]),
+        "busy_us": sum(exclusive_us) / num_steps,
+        "kernels": sorted(rows, key=lambda row: -row[3]),
     }
 
 
-def spans(events: list[tuple[str, float, float]]) -> tuple[float, float]:
-    """(from the first beginning to the last end, the time in which at least one ran) in microseconds; of events in the
-    order of their beginnings. Kernels overlap where one is launched before the one before it has ended."""
-    busy, until = 0.0, events[0][1]
+def spans(events: list[tuple[str, float, float]]) -> tuple[float, list[float]]:
+    """(from the first beginning to the last end, of each the time behind the end of all before) in microseconds; of
+    events in the order of their beginnings. Kernels overlap where one is launched before the one before it has ended:
+    what they wait counts for the one that is waited for."""
+    exclusive, until = [], events[0][1]
     for _, began, duration in events:
         ended = began + duration
-        busy += max(0.0, ended - max(began, until))
+        exclusive.append(max(0.0, ended - max(began, until)))
         until = max(until, ended)
-    return until - events[0][1], busy
+    return until - events[0][1], exclusive
 
 
 if __name__ == "__main__":

@@ -196,22 +196,26 @@ def test_a_fast_engine_that_leaves_tokens_out_is_found() -> None:
 
 def test_the_time_that_kernels_run_counts_overlaps_once() -> None:
     events = [("a", 0.0, 10.0), ("b", 4.0, 2.0), ("c", 8.0, 4.0), ("d", 20.0, 5.0)]
-    assert spans(events) == (25.0, 17.0)
+    assert spans(events) == (25.0, [10.0, 0.0, 2.0, 5.0]), "c waits for a"
 
 
 def test_kernels_are_grouped_by_what_remains_of_their_names() -> None:
     assert short_name("void at::native::(anonymous namespace)::f<float, 4>(int, float*)") == "at::native::f"
     assert short_name("_decode_kernel") == "_decode_kernel"
-    assert grouped([("f<1>(int)", 2, 5.0), ("g", 1, 9.0), ("f<2>(int)", 3, 5.0)]) == {"f": (5, 10.0), "g": (1, 9.0)}
-    one = {"clock_us": 30.0, "span_us": 25.0, "busy_us": 20.0, "kernels": [("g", 1, 9.0), ("f", 2, 5.0), ("h", 1, 1.0)]}
+    kernels = [("f<1>(int)", 2, 5.0, 1.0), ("g", 1, 9.0, 8.0), ("f<2>(int)", 3, 5.0, 2.0)]
+    assert list(grouped(kernels).items()) == [("g", (1, 9.0, 8.0)), ("f", (5, 10.0, 3.0))]
+    kernels = [("g", 1, 9.0, 8.0), ("f", 2, 5.0, 3.0), ("h", 1, 1.0, 1.0)]
+    one = {"clock_us": 30.0, "span_us": 25.0, "busy_us": 12.0, "kernels": kernels}
     rows = {row.name: row.samples["ringcore"] for row in rows_of("m, batch 1", "ringcore", [one, one], top=2)}
     assert rows == {
         "m, batch 1, a step by the clock": [30.0, 30.0],
         "m, batch 1, a step on the device": [25.0, 25.0],
-        "m, batch 1, of it without a kernel": [5.0, 5.0],
+        "m, batch 1, of it without a kernel": [13.0, 13.0],
         "m, batch 1, all 4 kernels": [15.0, 15.0],
         "m, batch 1, 1 x `g`": [9.0, 9.0],
+        "m, batch 1, 1 x `g` exclusive": [8.0, 8.0],
         "m, batch 1, 2 x `f`": [5.0, 5.0],
+        "m, batch 1, 2 x `f` exclusive": [3.0, 3.0],
         "m, batch 1, all others": [1.0, 1.0],
     }
     (row, *_) = rows_of("m, offline", "ringcore", [one], top=2, span=ALL_REQUESTS)
