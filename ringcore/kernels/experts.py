@@ -151,16 +151,17 @@ class GroupedProducts:
         self._has_items = self._num_tokens <= MAX_LISTED_TOKENS and routing.experts.numel() <= MAX_LISTED_PAIRS
         self._sorted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by rows of a tile; 0: of any
 
-    def _sort(self, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`WorkItems`, mostly those of both products, or `SortedPairs`."""
+    def _sort(self, block_rows: int) -> tuple[tuple[torch.Tensor, torch.Tensor], bool]:
+        """(`WorkItems` or `SortedPairs`, whether an earlier product had the same)"""
         experts, first, num_experts = self._routing.experts, self._matrices.first, len(self._matrices)
         if self._by_pair:
-            return experts, experts  # not read
+            return (experts, experts), True  # not read
         rows = block_rows if self._has_items else 0
-        if rows not in self._sorted:
+        is_new = rows not in self._sorted
+        if is_new:
             args = experts, num_experts, first
-            self._sorted[rows] = list_items(*args, block_rows) if self._has_items else sort_pairs(*args)
-        return self._sorted[rows]
+            self._sorted[rows] = list_items(*args, rows) if self._has_items else sort_pairs(*args)
+        return self._sorted[rows], not is_new
 
     def product(
         self,
@@ -184,12 +185,11 @@ class GroupedProducts:
         for tensor in (x, stored, bias):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
         assert sums is None or block_outputs >= _MIN_BLOCK_OUTPUTS, config
-        assert not isinstance(stored, PackedWeight) or stored.has_whole_runs(config.block_inputs), (stored.run, config)
-        assert not group or group % config.block_inputs == 0, (group, config)
+        _assert_fits(config, stored, group)
         num_pairs, gate, pdl = self._num_tokens * k, gate or ExpertGate(), supports_pdl(x.device)
         rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
         assert sums is None or self._by_pair, self._num_tokens
-        pairs = self._sort(config.block_rows)
+        pairs, was_sorted = self._sort(config.block_rows)
         num_items = num_pairs if self._by_pair else max_items(num_pairs, num_experts, config.block_rows)
         grouped_kernel[(triton.cdiv(num_outputs, block_outputs), num_items)](
             *(x, scales, rows if bias is None else bias, *pairs, rows),
@@ -212,6 +212,7 @@ class GroupedProducts:
             by_pair=self._by_pair,
             has_items=self._has_items,
             reads_pairs=reads_pairs,
+            finds_early=reads_pairs and was_sorted,
             is_transposed=weight.is_transposed,
             has_bias=bias is not None,
             is_gated=num_outputs != num_weights,
@@ -223,6 +224,11 @@ class GroupedProducts:
             **launch_options(pdl),
         )
         return rows
+
+
+def _assert_fits(config: DotConfig, stored: torch.Tensor | PackedWeight, group: int) -> None:
+    assert not isinstance(stored, PackedWeight) or stored.has_whole_runs(config.block_inputs), (stored.run, config)
+    assert not group or group % config.block_inputs == 0, (group, config)
 
 
 def _numbers(weight: ExpertWeight) -> Numbers:

@@ -107,7 +107,8 @@ def grouped_kernel(
     is_whole: tl.constexpr,  # block_inputs divides num_inputs
     by_pair: tl.constexpr,  # a work item is a pair
     has_items: tl.constexpr,  # a work item is one of a list
-    reads_pairs: tl.constexpr,  # the second product
+    reads_pairs: tl.constexpr,
+    finds_early: tl.constexpr,  # the second product, whose items were listed before the first one
     is_transposed: tl.constexpr,
     has_bias: tl.constexpr,
     is_gated: tl.constexpr,
@@ -123,7 +124,7 @@ def grouped_kernel(
     """Program (i, j) computes outputs tile i of work item j, block_rows rows of one expert at most; item by item the
     experts with rows in their order, so neighbours share weights or rows in the L2 cache.
 
-    The second product finds its items, and prefetches weights of them, while the first one ends.
+    The second product may find its items, and prefetch weights of them, while the first one ends.
 
     Where `sums`, the program that arrives last at the counter of its outputs tile sums the rows of each token.
     """
@@ -131,8 +132,10 @@ def grouped_kernel(
     num_outputs: tl.constexpr = num_weights // 2 if is_gated else num_weights
     if pdl:
         if not reads_pairs:
-            gdc_wait()  # first: so the work items are complete when the programs of the second product start
+            gdc_wait()  # first: so what was written before is complete when the programs of the second product start
         gdc_launch_dependents()
+        if reads_pairs and not finds_early:
+            gdc_wait()
     item = tl.program_id(1)
     if by_pair:
         expert = tl.load(experts + item, cache_modifier=".cg").to(tl.int32) - first
@@ -144,7 +147,7 @@ def grouped_kernel(
         pairs = tl.load(order + item * block_rows + tl.arange(0, block_rows), cache_modifier=".cg")
     else:
         expert, begin, num_left = _item_of_offsets(offsets, item, num_experts, block_experts, block_rows)
-    if pdl and reads_pairs:
+    if pdl and finds_early:
         if num_left > 0:
             prefetch_weights(weight, expert, layout, row_group, num_weights, num_inputs, block_weights, is_transposed)
         gdc_wait()

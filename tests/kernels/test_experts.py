@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -155,6 +155,27 @@ def test_the_last_tile_of_an_expert_is_smaller_where_it_fits(device, monkeypatch
     config = DotConfig(32, 32, 4, 2, 1, block_rows=32)
     for n in (9, 21, 40):
         Case(device).check(n, kind=kind, config=config)
+
+
+@pytest.mark.parametrize(
+    ("n", "rows_of_down", "finds_early"), [(3, 8, True), (9, 16, True), (9, 8, False), (300, 8, True)]
+)
+def test_what_is_sorted_between_the_products_is_read_after_a_wait(device, monkeypatch, n, rows_of_down, finds_early):
+    """What was sorted before the first product may be read while that one ends."""
+    launches = []
+    monkeypatch.setattr(
+        "ringcore.kernels.experts.grouped_kernel",
+        {grid: lambda *_, **given: launches.append(given["finds_early"]) for grid in product(range(1, 9), range(999))},
+    )
+    case, rows = Case(device), iter((16, rows_of_down))
+    experts(
+        case.randn(n, case.hidden),
+        routed("random", n, case.num_experts, 2, device),
+        case.matrices,
+        SILU,
+        choose=lambda *shape: replace(SMALL, block_rows=next(rows)),
+    )
+    assert launches == [False, finds_early]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
