@@ -1,8 +1,8 @@
 """The router of a mixture: logits, their softmax or sigmoids, the k largest.
 
-Few tokens take one launch (`router_fma`). Of more a launch multiplies tiles of the router's matrix, over a share of the
-inputs each (split-K), of many cuBLAS; another launch adds the partials and chooses, a program a token. Torch's
-operations would be seven launches.
+Few tokens take one launch (`router_fma`). Of more, or with a larger matrix, a launch multiplies tiles of the router's
+matrix, over a share of the inputs each (split-K), of many cuBLAS; another launch adds the partials and chooses, a
+program a token. Torch's operations would be seven launches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ringcore.kernels.router_fma import MAX_INPUTS, MAX_TOKENS, choose, route_fe
 
 __all__ = ["new_router_counters", "route", "takes_norm"]
 
+_MAX_READ = 1 << 24  # numbers of the matrix, by few tokens together: 64 of them with 128 experts of 2,048 inputs
 _MAX_SPLIT_TOKENS = 256  # the logits of more are cuBLAS's
 _BLOCK_EXPERTS, _BLOCK_INPUTS = 16, 128
 _MIN_ROWS, _MAX_ROWS = 16, 64  # of a program
@@ -99,8 +100,9 @@ def new_router_counters(device: torch.device) -> torch.Tensor:
 
 
 def takes_norm(num_tokens: int, weight: torch.Tensor) -> bool:
-    """Whether `route` has a norm as its prologue for so many tokens."""
-    return num_tokens <= MAX_TOKENS and weight.shape[1] <= MAX_INPUTS
+    """Whether `route` has a norm as its prologue for so many tokens, each of which reads the matrix by itself."""
+    is_few = num_tokens == 1 or (num_tokens <= MAX_TOKENS and num_tokens * weight.numel() <= _MAX_READ)
+    return is_few and weight.shape[1] <= MAX_INPUTS
 
 
 def route(

@@ -40,6 +40,10 @@ def test_the_norm_is_a_prologue_for_few_tokens(device, n, num_inputs):
     x, weight, gain = 3 * randn(device, n, num_inputs), randn(device, 40, num_inputs, seed=1), randn(device, num_inputs)
     assert takes_norm(64, weight)
     assert not takes_norm(65, weight)
+    large = torch.empty(256, 7168, device="meta")
+    assert takes_norm(1, large)
+    assert takes_norm(8, large)
+    assert not takes_norm(64, large), "each token would read the matrix"
     counters, form = new_router_counters(device), RouterForm(5, True)
     normed = torch.full_like(x, float("nan"), dtype=torch.float16)
     found = route(x, weight, form, counters=counters, norm=(gain, 1e-3), normed=normed)
