@@ -153,8 +153,8 @@ def test_every_routing(device, n, kind):
 def test_the_last_tile_of_an_expert_is_smaller_where_it_fits(device, monkeypatch, kind):
     monkeypatch.setattr("ringcore.kernels.experts._MIN_SPLIT_ROWS", 32)
     config = DotConfig(32, 32, 4, 2, 1, block_rows=32)
-    for n in (9, 21, 40):
-        Case(device).check(n, kind=kind, config=config)
+    monkeypatch.setattr("ringcore.kernels.experts.MAX_LISTED_TOKENS", 16)
+    Case(device).check(21, kind=kind, config=config)
 
 
 @pytest.mark.parametrize(
