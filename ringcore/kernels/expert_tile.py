@@ -9,25 +9,14 @@ from ringcore.kernels.activation import gated
 from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.scaled_dot import block_scaled_dot, scaled_dot
+from ringcore.kernels.tile_load import load_tile
 from ringcore.kernels.weight_tiles import packed_dot
 
 __all__ = ["multiply_tile", "prefetch_weights"]
 
 _DENSE = tl.constexpr(DENSE)
-_PREFETCHED_BYTES = tl.constexpr(
-    512
-)  # of each row of a tile, so that those of all programs at once fit in the L2 cache
+_PREFETCHED_BYTES = tl.constexpr(512)  # of each row of a tile: those of all programs at once fit in the L2 cache
 _MIN_M_ROWS = tl.constexpr(64)  # of the M side of the tensor cores
-
-
-@triton.jit
-def _load(pointers, in_bounds, is_whole: tl.constexpr):
-    """A load with a mask, or without one where the tile is whole; 0 where it is out of bounds."""
-    if is_whole:
-        found = tl.load(pointers)
-    else:
-        found = tl.load(pointers, mask=in_bounds, other=0.0)
-    return found
 
 
 @triton.jit
@@ -148,8 +137,8 @@ def multiply_tile(
             )  # fmt: skip
     elif layout[0] == _DENSE:
         for at in tl.range(0, num_inputs, block_inputs, num_stages=num_stages):
-            w = _load(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
-            v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+            w = load_tile(tile + at * step, steps[None, :] < num_inputs - at, is_whole)
+            v = load_tile(inputs + at, steps[:, None] < num_inputs - at, is_whole)
             total = tl.dot(w, v, total, input_precision="ieee")
     else:
         first_inputs = x + x_rows.to(tl.int64)[None, :] * num_inputs

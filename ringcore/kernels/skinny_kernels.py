@@ -16,6 +16,7 @@ from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.reductions import add2, add3
 from ringcore.kernels.scaled_dot import scaled_dot
+from ringcore.kernels.tile_load import load_tile
 from ringcore.kernels.weight_groups import entries_of_row, has_quads
 from ringcore.kernels.weight_tiles import packed_dot
 
@@ -27,16 +28,6 @@ TRIGGER_LATE = 2
 
 _LATE = tl.constexpr(TRIGGER_LATE)
 _DENSE = tl.constexpr(DENSE)
-
-
-@triton.jit
-def _load(pointers, in_bounds, is_whole: tl.constexpr):
-    """A load with a mask, or without one where the tile is whole; 0 where it is out of bounds."""
-    if is_whole:
-        found = tl.load(pointers)
-    else:
-        found = tl.load(pointers, mask=in_bounds, other=0.0)
-    return found
 
 
 @triton.jit(do_not_specialize=["num_outputs"])
@@ -80,11 +71,11 @@ def fma_kernel(
     targets = out + rows[:, None] * num_outputs + (first + clamped)[None, :]
     if pdl and pdl != _LATE:
         gdc_launch_dependents()
-    w = _load(tile, columns < num_inputs, is_whole)
+    w = load_tile(tile, columns < num_inputs, is_whole)
     if is_gated:
-        u = _load(up_tile, columns < num_inputs, is_whole)
+        u = load_tile(up_tile, columns < num_inputs, is_whole)
     if has_norm:
-        g = _load(gain, columns < num_inputs, is_whole)
+        g = load_tile(gain, columns < num_inputs, is_whole)
     if has_bias:
         b = tl.load(bias + first + clamped)
         if is_gated:
@@ -93,7 +84,7 @@ def fma_kernel(
         gdc_launch_dependents()
     if pdl:
         gdc_wait()
-    v = _load(x, columns < num_inputs, is_whole).to(tl.float32)
+    v = load_tile(x, columns < num_inputs, is_whole).to(tl.float32)
     if adds:
         before = tl.load(targets)
     if has_norm:
@@ -104,14 +95,14 @@ def fma_kernel(
         z = u.to(tl.float32) * v
     for at in tl.static_range(block_inputs, num_inputs, block_inputs):
         in_bounds = columns < num_inputs - at
-        w = _load(tile + at, in_bounds, is_whole)
-        v = _load(x + at, in_bounds, is_whole).to(tl.float32)
+        w = load_tile(tile + at, in_bounds, is_whole)
+        v = load_tile(x + at, in_bounds, is_whole).to(tl.float32)
         if has_norm:
             squares += v * v
-            v = v * _load(gain + at, in_bounds, is_whole).to(tl.float32)
+            v = v * load_tile(gain + at, in_bounds, is_whole).to(tl.float32)
         y += w.to(tl.float32) * v
         if is_gated:
-            u = _load(up_tile + at, in_bounds, is_whole)
+            u = load_tile(up_tile + at, in_bounds, is_whole)
             z += u.to(tl.float32) * v
     if has_norm:
         squares = tl.broadcast_to(squares, [block_rows, block_outputs, block_inputs])
@@ -244,8 +235,8 @@ def dot_kernel(
             part = scaled_dot(*tiles, num_inputs, block_inputs, num_stages, row_group, layout)
         elif layout[0] == _DENSE:
             for at in tl.range(begin, end, block_inputs, num_stages=num_stages):
-                w = _load(tile + at, steps[None, :] < num_inputs - at, is_whole)
-                v = _load(inputs + at, steps[:, None] < num_inputs - at, is_whole)
+                w = load_tile(tile + at, steps[None, :] < num_inputs - at, is_whole)
+                v = load_tile(inputs + at, steps[:, None] < num_inputs - at, is_whole)
                 part = tl.dot(w, v, part, input_precision="ieee")
         else:
             of_codes = part, x + (rows % num_rows)[None, :] * num_inputs, weight, packed, weight_rows, begin, end
