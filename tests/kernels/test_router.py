@@ -34,7 +34,7 @@ def test_the_same_experts_and_weights(device, n, num_experts, k, normalises):
 
 
 @pytest.mark.parametrize("num_inputs", [72, 1100])
-@pytest.mark.parametrize("n", [1, 7])
+@pytest.mark.parametrize("n", [1, 3])
 def test_the_norm_is_a_prologue_for_few_tokens(device, n, num_inputs):
     """And leaves the rows that the experts read."""
     x, weight, gain = 3 * randn(device, n, num_inputs), randn(device, 40, num_inputs, seed=1), randn(device, num_inputs)
