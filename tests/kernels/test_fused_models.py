@@ -25,7 +25,7 @@ from ringcore.model_executor import ops
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedMLP
 from ringcore.model_executor.models.transformers.mixtures import BoundMixture
-from ringcore.model_executor.residual import Residual
+from ringcore.model_executor.residual import NormedRows, Residual
 
 
 def logits(folder, device, dtype, has_kernels, monkeypatch):
@@ -58,16 +58,25 @@ def test_logits_are_those_of_transformers(tmp_path, device, monkeypatch, model_t
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2"])
 def test_few_tokens_of_a_mixture_are_added_to_the_stream(tmp_path, device, monkeypatch, model_type):
-    """By its experts' last kernel, and by that of the shared experts."""
+    """By its experts' last kernel or the next norm, and by the last kernel of the shared experts."""
     shared = {"first_k_dense_replace": 0, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_method": "greedy"}
     shared |= {"moe_intermediate_size": 16, "n_shared_experts": 1}
     options = shared if model_type == "deepseek_v2" else {}
     reference = theirs(tmp_path, model_type, **TYPES[model_type][0] | options)
     added, add_to = [], BoundMixture.add_to
     monkeypatch.setattr(BoundMixture, "add_to", lambda self, *given: (added.append(self), add_to(self, *given)))
+    deferred, filled, defer_add, to_fill = [], [], Residual.defer_add, NormedRows.to_fill
+    monkeypatch.setattr(
+        Residual, "defer_add", lambda self, rows: (deferred.append(rows.weights), defer_add(self, rows))
+    )
+    monkeypatch.setattr(NormedRows, "to_fill", lambda self, dtype: (filled.append(len(self)), to_fill(self, dtype))[1])
     ours = logits(tmp_path, device, torch.float32, True, monkeypatch)
     torch.testing.assert_close(ours, logits_of(reference, IDS), atol=2e-4, rtol=2e-4)
-    assert len(added) == 4 * len({id(one) for one in added}) > 0
+    num_layers = len({id(one) for one in added})
+    assert len(added) == 4 * num_layers > 0
+    # Of the prompt of 9: the sum over experts is left to the next norm, and the router leaves the rows of its norm.
+    assert [weights.shape for weights in deferred] == [(9, 2)] * num_layers
+    assert filled == [9] * num_layers
     assert all(isinstance(one._shared, FusedMLP) for one in added) == (model_type == "deepseek_v2")
 
 
