@@ -17,6 +17,7 @@ from benchmarks.shapes import (
     AWQ_OF_QWEN3,
     DEEPSEEK_V2_LITE,
     FP8_OF_QWEN3,
+    FP8_OF_QWEN3_MOE,
     GLM4,
     GPT_OSS_20B,
     GRANITE,
@@ -209,7 +210,7 @@ MODELS: dict[str, PublishedModel] = {
         PublishedModel("Qwen3-30B-A3B", QWEN3_30B_A3B),
         PublishedModel("DeepSeek-V2-Lite", DEEPSEEK_V2_LITE),
         PublishedModel("gpt-oss-20b", GPT_OSS_20B),
-        PublishedModel("Qwen3-30B-A3B-FP8", {**QWEN3_30B_A3B, "quantization_config": dict(FP8_OF_QWEN3)}),
+        PublishedModel("Qwen3-30B-A3B-FP8", {**QWEN3_30B_A3B, "quantization_config": dict(FP8_OF_QWEN3_MOE)}),
         PublishedModel("Qwen3-8B-FP8", {**_QWEN3_8B, "quantization_config": dict(FP8_OF_QWEN3)}),
         PublishedModel("Qwen3-8B-AWQ", {**_QWEN3_8B, "quantization_config": dict(AWQ_OF_QWEN3)}),
     )

@@ -9,6 +9,7 @@ __all__ = [
     "AWQ_OF_QWEN3",
     "DEEPSEEK_V2_LITE",
     "FP8_OF_QWEN3",
+    "FP8_OF_QWEN3_MOE",
     "GLM4",
     "GPT_OSS_20B",
     "GRANITE",
@@ -296,6 +297,10 @@ FP8_OF_QWEN3: Mapping[str, Any] = {
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
+}
+FP8_OF_QWEN3_MOE: Mapping[str, Any] = {
+    **FP8_OF_QWEN3,
+    "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(48))],
 }
 AWQ_OF_QWEN3: Mapping[str, Any] = {
     "quant_method": "awq",

@@ -173,13 +173,11 @@ class DecodeTiling(NamedTuple):
         Three programs of four warps per SM, tiles of 32 tokens, or one more pipeline stage are slower from 32 sequences
         on. With few sequences each has many partials, which are combined eight per round: one per round costs 1.4% of a
         Qwen3-8B pass and 6.7% of a Qwen3-0.6B pass at 1 x 640 tokens, 4.4% and 14% at 1 x 2,500 tokens; sixteen are no
-        better. More sequences have fewer partials each: four per round in place of one gain 0.6% and 3% at 8 x 400
-        tokens. One tile a program, where few sequences are short, in place of two: of 1 x 384 tokens rotation and
-        attention of a layer take 6.3 us in place of 7.3 with 32 query and 8 KV heads, 5.3 for 5.9 with 32 and 4, 5.0
-        for 5.9 with 16 and 8; of 1 x 2,500 tokens no less.
+        better. More sequences have fewer partials each: four per round gain 0.6% and 3% at 8 x 400 tokens. Ranges of
+        one tile, not two, make rotation and attention of 1 x 384 tokens 6.3 us a layer, not 7.3 (32 query heads).
 
-        FP8 (bytes) has tiles of twice the tokens, as many bytes, and four warps for any number of sequences: a product
-        of values is of a quarter of the columns (`fp8_kv`), too few for eight. That was not measured.
+        FP8 (bytes), not measured: tiles of twice the tokens, and four warps for any number of sequences: a product of
+        values is of a quarter of the columns (`fp8_kv`), too few for eight.
         """
         token_bytes = padded_head_size(head_size) * dtype.itemsize
         if dtype.itemsize == 1:

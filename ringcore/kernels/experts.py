@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,11 +41,23 @@ from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, FP8_NUMBERS, Numbers
 from ringcore.kernels.weight_tiles import tile_arguments
 
-__all__ = ["GroupedProducts", "experts", "new_expert_counters", "takes_norm"]
+__all__ = ["GroupedProducts", "TokenLimits", "experts", "new_expert_counters", "takes_norm"]
 
 _MIN_BLOCK_OUTPUTS = 16
 _MAX_BLOCK = 1024
 _MIN_SPLIT_ROWS = 128  # of a tile: that of an expert's last rows has half as many where they fit
+
+
+class TokenLimits(NamedTuple):
+    """Up to how many tokens a mixture is computed in another way. With limits of 0 and `ANY_NUMBER` a token's sum
+    depends on the tiles alone (`invariant_experts`)."""
+
+    fma: int = 1  # by FMA; more than one are never
+    summed: int = MAX_SUMMED_TOKENS  # the sum over experts is an epilogue
+    wide: int = MAX_FEW_TOKENS  # the rows of experts are float32
+
+
+DEFAULT_LIMITS = TokenLimits()
 
 
 def new_expert_counters(matrices: ExpertMatrices) -> torch.Tensor:
@@ -67,6 +80,7 @@ def experts(
     norm: tuple[torch.Tensor, float] | None = None,
     config: DotConfig | None = None,
     choose: Callable[..., DotConfig] = choose_grouped,
+    limits: TokenLimits = DEFAULT_LIMITS,
 ) -> torch.Tensor:
     """The weighted sum over the experts of each token, as `experts_reference`; accumulated in float32. x: [n,
     hidden_size] of the matrices' dtype, contiguous.
@@ -78,7 +92,8 @@ def experts(
     be a launch of its own, and add_to stays as it is.
     norm: prologue, of what `takes_norm`: gain [hidden_size] and eps; x may have any float dtype, and its norm is not
     rounded before the product.
-    config: of both grouped products; by default as `choose` says of each, and one token by FMA where that is possible.
+    config: of both grouped products; by default as `choose` says of each, and one token by FMA where that is possible
+    and within the limits.
 
     Returns add_to [n, hidden_size], also float32, with the sum added in place; or out; or a new tensor of x's dtype.
     """
@@ -86,16 +101,14 @@ def experts(
     if not len(x):
         return target
     routing = Routing(routing.experts.contiguous(), routing.weights.contiguous())
-    if config is None and isinstance(activate, ExpertGate) and takes_norm(len(x), matrices, activate, normalise):
+    by_fma = config is None and takes_norm(len(x), matrices, activate, normalise, limits)
+    if by_fma and isinstance(activate, ExpertGate):
         return experts_of_one_token(x, routing, matrices, activate, target, adds=add_to is not None, norm=norm)
     assert norm is None, "the norm is a prologue for one token by FMA"
     grouped = GroupedProducts(routing, matrices, config, choose)
-    if isinstance(activate, ExpertGate):
-        inner = grouped.product(x, matrices.up, matrices.up_bias, x.dtype, gate=activate)
-    else:
-        inner = activate(grouped.product(x, matrices.up, matrices.up_bias, x.dtype)).contiguous()
-    dtype = torch.float32 if len(x) <= MAX_FEW_TOKENS else x.dtype
-    if normalise is None and len(x) <= MAX_SUMMED_TOKENS:
+    inner = grouped.inner(x, activate)
+    dtype = torch.float32 if len(x) <= limits.wide else x.dtype
+    if normalise is None and len(x) <= limits.summed:
         counters = new_expert_counters(matrices) if counters is None else counters
         sums = _Sum(target, counters, add_to is not None)
         grouped.product(inner, matrices.down, matrices.down_bias, dtype, reads_pairs=True, sums=sums)
@@ -122,10 +135,14 @@ def _target(
 
 
 def takes_norm(
-    num_tokens: int, matrices: ExpertMatrices, activate: Activate, normalise: Activate | None = None
+    num_tokens: int,
+    matrices: ExpertMatrices,
+    activate: Activate,
+    normalise: Activate | None = None,
+    limits: TokenLimits = DEFAULT_LIMITS,
 ) -> bool:
     """Whether `experts` has a norm as its prologue for so many tokens."""
-    return num_tokens == 1 and takes_one_token(matrices, activate, normalise)
+    return num_tokens <= limits.fma and takes_one_token(matrices, activate, normalise)
 
 
 class _Sum:
@@ -163,6 +180,13 @@ class GroupedProducts:
             self._sorted[rows] = list_items(*args, rows) if self._has_items else sort_pairs(*args)
         return self._sorted[rows], not is_new
 
+    def inner(self, x: torch.Tensor, activate: Activate) -> torch.Tensor:
+        """The activated product of gate and up: a row a pair."""
+        up, bias = self._matrices.up, self._matrices.up_bias
+        if isinstance(activate, ExpertGate):
+            return self.product(x, up, bias, x.dtype, gate=activate)
+        return activate(self.product(x, up, bias, x.dtype)).contiguous()
+
     def product(
         self,
         x: torch.Tensor,
@@ -173,8 +197,9 @@ class GroupedProducts:
         gate: ExpertGate | None = None,
         reads_pairs: bool = False,
         sums: _Sum | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: a row a token, or a pair where reads_pairs -> a row a pair: [num_pairs, num_outputs] of dtype."""
+        """x: a row a token, or a pair where reads_pairs -> a row a pair: [num_pairs, num_outputs] of dtype, or out."""
         matrices, routing, k = self._matrices, self._routing, self._routing.k
         (num_experts, num_weights, num_inputs), stored, group = weight.shape, weight.stored, weight.row_group or 0
         assert (x.shape[1], x.dtype) == (num_inputs, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
@@ -182,12 +207,10 @@ class GroupedProducts:
         num_outputs = num_weights if gate is None else num_weights // 2
         config = self._config or self._choose(*weight.shape, self._num_tokens, k, weight.dtype, _numbers(weight))
         block_outputs = config.block_weights if gate is None else config.block_weights // 2
-        for tensor in (x, stored, bias):
-            assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
         assert sums is None or block_outputs >= _MIN_BLOCK_OUTPUTS, config
-        _assert_fits(config, stored, group)
+        _assert_fits(config, x, stored, bias, group)
         num_pairs, gate, pdl = self._num_tokens * k, gate or ExpertGate(), supports_pdl(x.device)
-        rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device)
+        rows = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x.device) if out is None else out
         assert sums is None or self._by_pair, self._num_tokens
         pairs, was_sorted = self._sort(config.block_rows)
         num_items = num_pairs if self._by_pair else max_items(num_pairs, num_experts, config.block_rows)
@@ -226,7 +249,11 @@ class GroupedProducts:
         return rows
 
 
-def _assert_fits(config: DotConfig, stored: torch.Tensor | PackedWeight, group: int) -> None:
+def _assert_fits(
+    config: DotConfig, x: torch.Tensor, stored: torch.Tensor | PackedWeight, bias: torch.Tensor | None, group: int
+) -> None:
+    for tensor in (x, stored, bias):
+        assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), "tensors must be contiguous"
     assert not isinstance(stored, PackedWeight) or stored.has_whole_runs(config.block_inputs), (stored.run, config)
     assert not group or group % config.block_inputs == 0, (group, config)
 

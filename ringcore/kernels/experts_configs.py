@@ -20,13 +20,16 @@ from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, FP8_NUMBERS, NIBBLE_NUMBERS, Numbers, fastest_dot
 
 __all__ = [
+    "FLOAT32_TILE",
     "MAX_FEW_TOKENS",
     "MAX_LISTED_PAIRS",
     "MAX_LISTED_TOKENS",
     "MAX_PAIRED_TOKENS",
     "MAX_SUMMED_TOKENS",
     "choose_grouped",
+    "fitted",
     "grouped_tiles",
+    "rows_of_item",
 ]
 
 MAX_FEW_TOKENS = 64
@@ -37,6 +40,7 @@ MAX_PAIRED_TOKENS = 4
 # With a list of work items; the tiles of more are so long that a search for their pairs does not show.
 MAX_LISTED_TOKENS, MAX_LISTED_PAIRS = 256, 2048
 _MIN_ROWS, _MAX_ROWS, _MOST_ROWS = 16, 128, 256
+FLOAT32_TILE = DotConfig(32, 32, 4, 2, 1)
 _MOST_SUMS = 1 << 15  # of a tile, in registers
 # Weights, inputs, warps and stages of tiles to time.
 _FEW = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 2), (64, 256, 4, 3), (64, 64, 4, 6))
@@ -69,16 +73,25 @@ def choose_grouped(
     if dtype != torch.float32 and (up_to := min((limit for limit in measured if limit >= num_tokens), default=0)):
         return measured[up_to]
     if num_tokens <= MAX_FEW_TOKENS:
-        block_rows = max(_MIN_ROWS, min(_power_of_2(num_tokens), _power_of_2(2 * num_tokens * k // num_experts)))
+        block_rows = max(_MIN_ROWS, min(_power_of_2(num_tokens), rows_of_item(num_experts, num_tokens, k)))
         num_active = min(num_experts, num_tokens * k)
         config = fastest_dot(num_active * num_weights, num_inputs, block_rows, (1,), numbers)
     else:
-        block_rows = min(_MAX_ROWS, max(2 * _MIN_ROWS, _power_of_2(num_tokens * k // num_experts)))
+        block_rows = min(_MAX_ROWS, max(2 * _MIN_ROWS, rows_of_item(num_experts, num_tokens, k)))
         config = many_packed(numbers) if is_packed else DotConfig(128, 64, 8, 4, 1)
         block_rows = min(block_rows, config.block_rows) if is_packed else block_rows
     if dtype == torch.float32:  # without tensor cores; a number has twice the bytes of those of the model of times
-        config = DotConfig(32, 32, 4, 2, 1)
-        block_rows = min(block_rows, MAX_FEW_TOKENS)
+        config, block_rows = FLOAT32_TILE, min(block_rows, MAX_FEW_TOKENS)
+    return fitted(config, block_rows, num_inputs, numbers)
+
+
+def rows_of_item(num_experts: int, num_tokens: int, k: int) -> int:
+    """Twice the mean rows of an expert for few tokens, else the mean: the next power of 2."""
+    return _power_of_2((2 if num_tokens <= MAX_FEW_TOKENS else 1) * num_tokens * k // num_experts)
+
+
+def fitted(config: DotConfig, block_rows: int, num_inputs: int, numbers: Numbers) -> DotConfig:
+    """The tile with block_rows rows, whose blocks of inputs suit the weight."""
     # Of 4 bits a block is four products, and has whole runs.
     least = {NIBBLE_NUMBERS: 128, E2M1_NUMBERS: 64}.get(numbers, 16)
     most = {FP8_NUMBERS: 128}.get(numbers, config.block_inputs)  # in one group

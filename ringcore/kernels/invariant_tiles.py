@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,11 +22,11 @@ from ringcore.kernels.skinny_linear import MAX_ROW_BLOCKS, skinny_linear
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import NUM_SMS
 
-__all__ = ["InvariantTiles", "agreeing_tiles"]
+__all__ = ["ROWS", "InvariantTiles", "agreeing_tiles"]
 
 _log = logging.getLogger(__name__)
 
-_ROWS = 64  # of the tile with which others agree
+ROWS = 64  # of the tile with which others agree
 _MAX_SPANS, _MIN_SPAN_INPUTS = 8, 1024
 _ENOUGH_PROGRAMS = NUM_SMS * 3 // 4
 _DENSE = DotConfig(128, 64, 8, 4, 1)
@@ -43,14 +44,14 @@ class InvariantTiles:
     def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
         tiles: tuple[DotConfig, ...]
         if isinstance(weight, PackedWeight):
-            tiles = (_of_rows(weight.narrowed(many_packed(weight.numbers)), _ROWS),)
+            tiles = (_of_rows(weight.narrowed(many_packed(weight.numbers)), ROWS),)
         elif weight.dtype == torch.float32:
             tiles = (_of_rows(_FLOAT32, _FLOAT32.block_rows),)
         else:
             # Few outputs: a smaller tile, so that most multiprocessors have one.
             block_weights, num_warps = (128, 8) if len(weight) >= 128 * NUM_SMS else (64, 4)
             tiles = agreeing_tiles(weight.dtype, weight.device, block_weights, num_warps)
-        (base,) = (tile for tile in tiles if tile.block_rows == min(_ROWS, tiles[-1].block_rows))
+        (base,) = (tile for tile in tiles if tile.block_rows == min(ROWS, tiles[-1].block_rows))
         self._num_outputs, self._num_inputs = weight.shape  # outputs: where no gate halves them
         num_tiles = -(-self._num_outputs // base.block_weights)
         self._spans = 1
@@ -91,22 +92,32 @@ def _of_rows(tile: DotConfig, rows: int) -> DotConfig:
     return replace(tile, block_rows=rows, least_rows=rows)
 
 
+# rows [n, num_inputs], weight [num_outputs, num_inputs], a tile of n rows or more, and the product, float32
+Multiply = Callable[[torch.Tensor, torch.Tensor, DotConfig, torch.Tensor], None]
+
+
+def _multiply(rows: torch.Tensor, weight: torch.Tensor, tile: DotConfig, out: torch.Tensor) -> None:
+    skinny_linear(rows, weight, tile, out=out)
+
+
 def agreeing_tiles(
-    dtype: torch.dtype, device: torch.device, block_weights: int, num_warps: int
+    dtype: torch.dtype, device: torch.device, block_weights: int, num_warps: int, multiply: Multiply = _multiply
 ) -> tuple[DotConfig, ...]:
-    """Of 16-bit products: tiles, ascending by rows, with which every row has the bits that it has in tiles of `_ROWS`
-    rows and block_weights outputs."""
+    """Of 16-bit products: tiles, ascending by rows, with which every row has the bits that it has in tiles of `ROWS`
+    rows and block_weights outputs. multiply: a function of a module, by the kernel that is asked."""
     tile = replace(_DENSE, block_weights=block_weights, num_warps=num_warps)
-    of_rows = {16: _FEW_ROWS, 32: _FEW_ROWS, _ROWS: tile, _MANY: _MANY_ROWS, _MOST: _MOST_ROWS}
+    of_rows = {16: _FEW_ROWS, 32: _FEW_ROWS, ROWS: tile, _MANY: _MANY_ROWS, _MOST: _MOST_ROWS}
     tiles = tuple(_of_rows(tile, rows) for rows, tile in of_rows.items())
     try:
-        return _agreeing(dtype, device, tiles)
+        return _agreeing(dtype, device, tiles, multiply)
     except NotLaunchedError:  # kernel warm-up, which compiles them
         return tiles
 
 
 @functools.cache  # not what it raises
-def _agreeing(dtype: torch.dtype, device: torch.device, tiles: tuple[DotConfig, ...]) -> tuple[DotConfig, ...]:
+def _agreeing(
+    dtype: torch.dtype, device: torch.device, tiles: tuple[DotConfig, ...], multiply: Multiply
+) -> tuple[DotConfig, ...]:
     """Asked by products whose terms cancel, so that a sum in another order is another number."""
     generator = torch.Generator().manual_seed(1)
     num_rows, num_inputs = tiles[-1].block_rows, 512
@@ -121,11 +132,12 @@ def _agreeing(dtype: torch.dtype, device: torch.device, tiles: tuple[DotConfig, 
         parts = []
         for rows in torch.split(x, tile.block_rows):
             out = torch.full((len(rows), len(weight)), torch.nan, device=device)
-            parts.append(skinny_linear(rows.contiguous(), weight, tile, out=out))
+            multiply(rows.contiguous(), weight, tile, out)
+            parts.append(out)
         return torch.cat(parts)
 
     products = [product(tile) for tile in tiles]
-    exact = products[[tile.block_rows for tile in tiles].index(_ROWS)]
+    exact = products[[tile.block_rows for tile in tiles].index(ROWS)]
     if exact.isnan().any():
         raise NotLaunchedError
     agree = tuple(tile for tile, found in zip(tiles, products, strict=True) if torch.equal(found, exact))

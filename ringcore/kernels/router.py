@@ -15,7 +15,7 @@ from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 from ringcore.kernels.expert_matrices import RouterForm, Routing
 from ringcore.kernels.router_fma import MAX_INPUTS, MAX_TOKENS, choose, route_few_tokens, scores_of
 
-__all__ = ["new_router_counters", "route", "takes_norm"]
+__all__ = ["choose_experts", "new_router_counters", "route", "takes_norm"]
 
 _MAX_READ = 1 << 24  # numbers of the matrix, by few tokens together: 64 of them with 128 experts of 2,048 inputs
 _MAX_SPLIT_TOKENS = 256  # the logits of more are cuBLAS's
@@ -135,10 +135,10 @@ def route(
         return route_few_tokens(x, weight, form, dtype, counters=counters, norm=norm, normed=normed, **vectors)
     assert norm is None, "the norm is a prologue for few tokens"
     if len(x) <= _MAX_SPLIT_TOKENS:
-        return _choose(x, _partials(x, weight), form, bias, correction)
+        return choose_experts(x, _partials(x, weight), form, bias, correction)
     dtype = x.dtype if form.rounds_logits else torch.float32
     logits = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return _choose(x, logits[None], form, None, correction)
+    return choose_experts(x, logits[None], form, None, correction)
 
 
 def _partials(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -162,13 +162,15 @@ def _partials(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return partials
 
 
-def _choose(
+def choose_experts(
     x: torch.Tensor,
     partials: torch.Tensor,
     form: RouterForm,
-    bias: torch.Tensor | None,
-    correction: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    correction: torch.Tensor | None = None,
 ) -> Routing:
+    """As `route`. x: of the dtype to which logits are rounded, and of the weights. partials: [splits, n, num_experts],
+    of any float dtype, contiguous, whose sum are the logits."""
     (splits, num_tokens, num_experts), k, pdl = partials.shape, form.k, supports_pdl(x.device)
     experts = torch.empty(num_tokens, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_tokens, k, dtype=form.dtype or x.dtype, device=x.device)

@@ -15,18 +15,20 @@ import torch
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.rank_order import RankOrdered
 from ringcore.errors import ConfigError
-from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertWeight, Routing
+from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertWeight, RouterForm, Routing
 from ringcore.kernels.native.attention_kernels import attention_kernel
 from ringcore.kernels.native.row_kernels import row_kernels
+from ringcore.model_executor.layers.router import BoundRouter, InvariantRouter
 from ringcore.model_executor.linear_schemes.invariant_experts import InvariantExperts
 from ringcore.model_executor.linear_schemes.invariant_product import ONE_SIZE, multiply_in_tiles
 from ringcore.model_executor.linear_schemes.invariant_scheme import InvariantScheme
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.linear_schemes.searched_scheme import SearchedScheme, SearchedTiles
+from ringcore.model_executor.residual import NormedRows
 
 __all__ = ["FASTEST", "Arithmetic", "BatchInvariant", "Route", "Searched", "arithmetic_of"]
 
-Route = Callable[[torch.Tensor, torch.Tensor], Routing]  # x [n, hidden_size], weight [num_experts, hidden_size]
+Route = Callable[[torch.Tensor], Routing]  # x [n, hidden_size]
 
 
 class Arithmetic:
@@ -49,8 +51,12 @@ class Arithmetic:
         return weight
 
     def route(self, route: Route) -> Route:
-        """The router of a layer, on a CPU. Raises `ConfigError`."""
+        """The router of a layer, on a CPU."""
         return route
+
+    def router(self, weight: torch.Tensor, form: RouterForm) -> Callable[[NormedRows], Routing]:
+        """The router of a layer, on a GPU. weight: [num_experts, hidden_size]."""
+        return BoundRouter(weight, form)
 
 
 FASTEST = Arithmetic()
@@ -94,26 +100,31 @@ class BatchInvariant(Arithmetic):
         return tp if tp.size == 1 else RankOrdered(tp)
 
     def expert_weight(self, weight: ExpertWeight) -> ExpertWeight:
-        return InvariantExperts(weight)
-
-    def route(self, route: Route) -> Route:
-        if self._device.type != "cpu":
+        """Raises `ConfigError` for weights whose kernels depend on the number of rows."""
+        if self._device.type == "cpu":
+            return InvariantExperts(weight)
+        if weight.rounds_rows or weight.row_group is not None:
             raise ConfigError(
-                "deterministic=True: the kernels of a mixture of experts on a GPU depend on the number of tokens; give "
-                "a dense model, device='cpu', or deterministic=False",
+                "deterministic=True: the experts round their inputs to 8 bits, and their kernels on a GPU depend on "
+                "the number of rows; give a checkpoint that quantizes the weights alone, or deterministic=False",
                 option="deterministic",
                 value=True,
             )
+        return weight
 
-        def routed(x: torch.Tensor, weight: torch.Tensor) -> Routing:
+    def route(self, route: Route) -> Route:
+        def routed(x: torch.Tensor) -> Routing:
             def packed(rows: torch.Tensor) -> torch.Tensor:
-                found = route(rows, weight)
+                found = route(rows)
                 return torch.cat((found.experts.double(), found.weights.double()), 1)
 
             experts, weights = multiply_in_tiles(packed, x, ONE_SIZE).chunk(2, 1)
             return Routing(experts.long(), weights.to(x.dtype))
 
         return routed
+
+    def router(self, weight: torch.Tensor, form: RouterForm) -> Callable[[NormedRows], Routing]:
+        return InvariantRouter(weight, form)
 
 
 def arithmetic_of(deterministic: bool, device: torch.device, tiles: SearchedTiles | None = None) -> Arithmetic:

@@ -99,13 +99,13 @@ def test_what_was_not_launched_is_asked_again(device: torch.device, monkeypatch:
 
 def test_tiles_that_would_cut_spans_elsewhere_are_left_out(device: torch.device, monkeypatch) -> None:
     """Of 2,112 inputs two spans have 17 and 16 blocks of 64, and would have 9 and 8 of 128."""
-    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles: tiles)
+    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles, multiply: tiles)
     chosen = [InvariantTiles(torch.zeros(64, n, dtype=torch.float16, device=device)).choose(1) for n in (2048, 2112)]
     assert [(tile.splits, tile.block_rows) for tile in chosen] == [(2, 16), (2, 64)]
 
 
 def test_many_rows_have_larger_tiles_unless_spans_are_summed(device: torch.device, monkeypatch) -> None:
-    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles: tiles)
+    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles, multiply: tiles)
     split, whole = (torch.zeros(n, 4096, dtype=torch.float16, device=device) for n in (4096, 24576))
     chosen = {rows: InvariantTiles(split).choose(rows) for rows in (32, 64, 128, 256, 2048)}
     assert {rows: (tile.block_weights, tile.block_rows) for rows, tile in chosen.items()} == {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ class BoundExperts:
         normalise: Activate | None = None,
         slots: ExpertSlots | None = None,
         tiles: SearchedTiles | None = None,
+        is_batch_invariant: bool = False,
     ) -> None:
         """tp: the ranks over which the experts are split; a single one where each rank has all of them. The tensors
         are used as they are, so they may get new contents. normalise: of an expert's output, before its weight, which
-        is whole on one rank. slots: of whole experts, bound. tiles: what a search found, on a GPU."""
+        is whole on one rank. slots: of whole experts, bound. tiles: what a search found, on a GPU. is_batch_invariant:
+        likewise; on a CPU the matrices are."""
         self.matrices, self._activate, self._normalise, self._tp = matrices, activate, normalise, tp
         self._slots = slots
         self._hidden_size, self._dtype = matrices.down.shape[1], matrices.up.dtype
@@ -46,8 +49,14 @@ class BoundExperts:
             from ringcore.kernels import experts, experts_configs
 
             self._experts: Callable[..., torch.Tensor] = experts.experts
-            self._takes_norm = experts.takes_norm
-            if tiles is not None:
+            self._takes_norm: Callable[..., bool] = experts.takes_norm
+            if is_batch_invariant:
+                from ringcore.kernels.invariant_experts import ANY_NUMBER, InvariantExpertTiles
+
+                choose = InvariantExpertTiles(matrices).choose
+                self._experts = partial(experts.experts, choose=choose, limits=ANY_NUMBER)
+                self._takes_norm = partial(experts.takes_norm, limits=ANY_NUMBER)
+            elif tiles is not None:
                 self._experts = SearchedExperts(experts.experts, experts_configs.choose_grouped, tiles)
             self._counters = experts.new_expert_counters(matrices)
 

@@ -6,10 +6,12 @@ from functools import partial
 
 import torch
 
+from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.kernels.expert_matrices import RouterForm, Routing
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import NormedRows
 
-__all__ = ["BoundRouter"]
+__all__ = ["BoundRouter", "InvariantRouter"]
 
 
 class BoundRouter:
@@ -42,3 +44,16 @@ class BoundRouter:
         rows, norm = x.stream
         normed = x.to_fill(self.dtype) if norm is not None and len(x) > 1 else None
         return self._route(rows, norm=norm, normed=normed)
+
+
+class InvariantRouter:
+    """A router on a GPU whose choice for a token does not depend on how many there are."""
+
+    def __init__(self, weight: torch.Tensor, form: RouterForm) -> None:
+        from ringcore.kernels.router import choose_experts
+
+        self._logits = KernelProduct(weight, None, torch.float32).batch_invariant()
+        self._form, self._choose = form, choose_experts
+
+    def __call__(self, x: NormedRows) -> Routing:
+        return self._choose(x.rows, self._logits(x.rows, NO_TOKEN_CONTEXT)[None], self._form)

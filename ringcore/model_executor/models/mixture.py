@@ -24,7 +24,6 @@ from ringcore.model_executor.expert_schemes.stacked import ExpertStack, shares_p
 from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts
 from ringcore.model_executor.layers.norm import AnyNorm
-from ringcore.model_executor.layers.router import BoundRouter
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 from ringcore.model_executor.models.decoder_layer import LayerInputs, Sublayer
@@ -46,11 +45,11 @@ class Router(WeightedLayer):
         dtype: torch.dtype,
         arithmetic: Arithmetic = FASTEST,
     ) -> None:
-        self._form = form = RouterForm(spec.num_experts_per_tok, spec.norm_topk_prob)
+        self._form = RouterForm(spec.num_experts_per_tok, spec.norm_topk_prob)
         shape = (spec.num_experts, hidden_size)
         part = WeightPart(f"{checkpoint_name}.weight", shape, 0, 0, spec.num_experts)
         self._declared = Weight(f"{name}.weight", shape, dtype, (part,), Uniform.of_fan_in(hidden_size))
-        self._route_any = arithmetic.route(lambda x, weight: route_reference(x, weight, form))
+        self._arithmetic = arithmetic
         self._route: Callable[[NormedRows], Routing]
 
     def weights(self) -> list[Weight]:
@@ -59,9 +58,10 @@ class Router(WeightedLayer):
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         weight = tensors.pop(self._declared.name)
         if ops.has_kernels(weight.device):
-            self._route = BoundRouter(weight, self._form)
+            self._route = self._arithmetic.router(weight, self._form)
         else:
-            self._route = lambda x: self._route_any(x.rows, weight)
+            route = self._arithmetic.route(lambda x: route_reference(x, weight, self._form))
+            self._route = lambda x: route(x.rows)
 
     def __call__(self, x: NormedRows) -> Routing:
         """x: [n, hidden_size]."""
@@ -148,9 +148,13 @@ class Experts(WeightedLayer):
         if self.slots is not None:
             self.slots.bind(up.device, of_slots if are_moved else [], self.refresh)
         self._matrices = ExpertMatrices(up, down, first=0 if self.slots is None else self.slots.first)
-        tiles = self._arithmetic.tiles
         self._bound = BoundExperts(
-            self._matrices, self._arithmetic.expert_gate, self._tp, slots=self.slots, tiles=tiles
+            self._matrices,
+            self._arithmetic.expert_gate,
+            self._tp,
+            slots=self.slots,
+            tiles=self._arithmetic.tiles,
+            is_batch_invariant=self._arithmetic.is_batch_invariant,
         )
 
     def _bound_weight(
