@@ -12,7 +12,7 @@ from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertMatrices, Routing
 from ringcore.kernels.experts import GroupedProducts, TokenLimits
 from ringcore.kernels.experts_configs import FLOAT32_TILE, fitted, rows_of_item
-from ringcore.kernels.invariant_tiles import ROWS, agreeing_tiles
+from ringcore.kernels.invariant_tiles import ROWS, agreeing, dense_tiles
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, Numbers
@@ -32,7 +32,7 @@ class InvariantExpertTiles:
         dtype, device = matrices.up.dtype, matrices.up.device
         self._dense: tuple[DotConfig, ...] = ()
         if dtype != torch.float32:
-            self._dense = agreeing_tiles(dtype, device, _BLOCK_WEIGHTS, _NUM_WARPS, _multiply)
+            self._dense = agreeing(dtype, device, dense_tiles(_BLOCK_WEIGHTS, _NUM_WARPS), _multiply)
 
     def choose(
         self,

@@ -15,14 +15,15 @@ from dataclasses import replace
 
 import torch
 
-from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.precompile import NotLaunchedError
+from ringcore.kernels.round_rows import round_rows
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_linear import MAX_ROW_BLOCKS, skinny_linear
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.kernels.skinny_times import NUM_SMS
 
-__all__ = ["ROWS", "InvariantTiles", "agreeing_tiles"]
+__all__ = ["ROWS", "InvariantTiles", "agreeing", "dense_tiles"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,22 +36,31 @@ _MANY_ROWS = DotConfig(128, 64, 8, 3, 1)
 _MOST_ROWS = DotConfig(128, 64, 8, 4, 1)
 _MANY = 128  # rows, from which on a program has no fewer
 _MOST = 256  # rows, without spans, whose sum needs as many registers again
+_FEW_ROUNDED = DotConfig(64, 128, 4, 6, 1)
+_GROUP = 128  # inputs and outputs that share a scale
 _FLOAT32 = DotConfig(32, 32, 4, 2, 1, prefetched_inputs=0, block_rows=32)  # without tensor cores
+
+
+def _of_rows(tile: DotConfig, rows: int) -> DotConfig:
+    return replace(tile, block_rows=rows, least_rows=rows)
 
 
 class InvariantTiles:
     """Of a weight on a device."""
 
-    def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
+    def __init__(self, weight: torch.Tensor | PackedWeight, *, rounds_rows: bool = False) -> None:
+        """rounds_rows: an FP8 weight is multiplied by rows that are rounded to FP8."""
         tiles: tuple[DotConfig, ...]
-        if isinstance(weight, PackedWeight):
+        if rounds_rows:
+            tiles = agreeing(weight.dtype, weight.device, _ROUNDED, _multiply_rounded)
+        elif isinstance(weight, PackedWeight):
             tiles = (_of_rows(weight.narrowed(many_packed(weight.numbers)), ROWS),)
         elif weight.dtype == torch.float32:
             tiles = (_of_rows(_FLOAT32, _FLOAT32.block_rows),)
         else:
             # Few outputs: a smaller tile, so that most multiprocessors have one.
             block_weights, num_warps = (128, 8) if len(weight) >= 128 * NUM_SMS else (64, 4)
-            tiles = agreeing_tiles(weight.dtype, weight.device, block_weights, num_warps)
+            tiles = agreeing(weight.dtype, weight.device, dense_tiles(block_weights, num_warps), _multiply)
         (base,) = (tile for tile in tiles if tile.block_rows == min(ROWS, tiles[-1].block_rows))
         self._num_outputs, self._num_inputs = weight.shape  # outputs: where no gate halves them
         num_tiles = -(-self._num_outputs // base.block_weights)
@@ -88,10 +98,10 @@ class InvariantTiles:
         return tile if is_one_wave else replace(tile, prefetched_inputs=0)
 
 
-def _of_rows(tile: DotConfig, rows: int) -> DotConfig:
-    return replace(tile, block_rows=rows, least_rows=rows)
-
-
+_ROUNDED = (
+    *(_of_rows(_FEW_ROUNDED, rows) for rows in (16, 32, ROWS)),
+    _of_rows(DotConfig(128, 128, 8, 4, 1), _MANY),
+)
 # rows [n, num_inputs], weight [num_outputs, num_inputs], a tile of n rows or more, and the product, float32
 Multiply = Callable[[torch.Tensor, torch.Tensor, DotConfig, torch.Tensor], None]
 
@@ -100,14 +110,27 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, tile: DotConfig, out: to
     skinny_linear(rows, weight, tile, out=out)
 
 
-def agreeing_tiles(
-    dtype: torch.dtype, device: torch.device, block_weights: int, num_warps: int, multiply: Multiply = _multiply
-) -> tuple[DotConfig, ...]:
-    """Of 16-bit products: tiles, ascending by rows, with which every row has the bits that it has in tiles of `ROWS`
-    rows and block_weights outputs. multiply: a function of a module, by the kernel that is asked."""
+def _multiply_rounded(rows: torch.Tensor, weight: torch.Tensor, tile: DotConfig, out: torch.Tensor) -> None:
+    """In groups of 128 x 128, as checkpoints have them."""
+    codes = weight.to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.ones(len(weight), weight.shape[1] // _GROUP, device=weight.device)
+    shape = len(weight), weight.shape[1]
+    fp8 = PackedWeight(codes, scales, shape, rows.dtype, BYTES_FP8, shape[1], _GROUP, scale_run=_GROUP)
+    skinny_linear(round_rows(rows, _GROUP), fp8, tile, out=out)
+
+
+def dense_tiles(block_weights: int, num_warps: int) -> tuple[DotConfig, ...]:
+    """Of 16 bits, for `agreeing`: those of `ROWS` rows have block_weights outputs."""
     tile = replace(_DENSE, block_weights=block_weights, num_warps=num_warps)
     of_rows = {16: _FEW_ROWS, 32: _FEW_ROWS, ROWS: tile, _MANY: _MANY_ROWS, _MOST: _MOST_ROWS}
-    tiles = tuple(_of_rows(tile, rows) for rows, tile in of_rows.items())
+    return tuple(_of_rows(tile, rows) for rows, tile in of_rows.items())
+
+
+def agreeing(
+    dtype: torch.dtype, device: torch.device, tiles: tuple[DotConfig, ...], multiply: Multiply
+) -> tuple[DotConfig, ...]:
+    """Those tiles, ascending by rows, with which every row has the bits that it has in the tile of `ROWS` rows.
+    multiply: a function of a module, by the kernel that is asked. dtype: of 16 bits."""
     try:
         return _agreeing(dtype, device, tiles, multiply)
     except NotLaunchedError:  # kernel warm-up, which compiles them

@@ -30,16 +30,21 @@ def save(folder: Path, family: str, **sizes: int) -> str:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe", "Mistral", "Gemma3"])
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "int4"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "int4"}, {"quantization": "fp8"}],
+    ids=str,
+)
 def test_tiny_models(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     options = {"dtype": "bfloat16"} | options
     for variant in VARIANTS_ON_GPU if family == "Llama" else VARIANTS_ON_GPU[1:2]:
         assert_deterministic(save(tmp_path, family), [{}], range(2), **ON_GPU | variant | options)
 
 
-def test_a_mixture_by_tiles_of_few_and_of_many_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_mixture_by_tiles_of_few_and_of_many_tokens(tmp_path: Path, quantization: str | None) -> None:
     """Prompts of up to 1,200 tokens in one step beside single ones."""
-    options = {"max_model_len": 1280, "num_blocks_override": 1500, "dtype": "bfloat16"}
+    options = {"max_model_len": 1280, "num_blocks_override": 1500, "dtype": "bfloat16", "quantization": quantization}
     folder = save(tmp_path, "Qwen3Moe", max_position_embeddings=1280, moe_intermediate_size=128)
     for budget in (700, 4096):
         assert_deterministic(folder, [{}], range(2), 12, **ON_GPU | options | {"max_num_batched_tokens": budget})

@@ -12,7 +12,6 @@ from interpreted_triton import multiply_in_order
 from quantized_checkpoints import BLOCK
 
 from ringcore.checkpoint.quantization import AwqFormat
-from ringcore.errors import ConfigError
 from ringcore.kernels import invariant_experts
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import (
@@ -29,7 +28,6 @@ from ringcore.kernels.invariant_experts import ANY_NUMBER, InvariantExpertTiles
 from ringcore.kernels.partials import Partials
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor import ops
-from ringcore.model_executor.arithmetic import BatchInvariant
 from ringcore.model_executor.layers.router import InvariantRouter
 from ringcore.model_executor.linear_schemes.awq_scheme import AwqScheme
 from ringcore.model_executor.residual import NormedRows, Residual
@@ -144,11 +142,3 @@ def test_a_router_chooses_alike_for_any_number_of_tokens(device: torch.device, d
         found = router(NormedRows(Residual(x[rows].contiguous())))
         assert torch.equal(found.experts, whole.experts[rows])
         assert torch.equal(found.weights, whole.weights[rows])
-
-
-def test_experts_whose_rows_are_rounded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    arithmetic, weight = BatchInvariant(torch.device("cuda")), dense(32, 32, torch.float32, torch.device("cpu"))
-    assert arithmetic.expert_weight(weight) is weight
-    monkeypatch.setattr(weight, "row_group", 128)
-    with pytest.raises(ConfigError, match="the experts round their inputs to 8 bits"):
-        arithmetic.expert_weight(weight)

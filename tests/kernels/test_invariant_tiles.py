@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from interpreted_triton import multiply_in_order
 
+from ringcore.attention.context import NO_TOKEN_CONTEXT
+from ringcore.checkpoint.quantization import InputFormat
 from ringcore.kernels import invariant_tiles
-from ringcore.kernels.invariant_tiles import InvariantTiles, agreeing_tiles
+from ringcore.kernels.invariant_tiles import InvariantTiles, agreeing, dense_tiles
+from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, PackedWeight
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
+from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
+from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
+from ringcore.model_executor.linear_schemes.scaled_product import ScaledProduct
+from ringcore.model_executor.weight import Derived
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +87,12 @@ def test_few_rows_of_few_outputs_are_split(device: torch.device) -> None:
     assert (wide.splits, wide.segments) == (1, 1)
 
 
+def tiles_of(device: torch.device, num_warps: int) -> tuple[DotConfig, ...]:
+    return agreeing(torch.float16, device, dense_tiles(64, num_warps), invariant_tiles._multiply)
+
+
 def test_tiles_that_agree(device: torch.device) -> None:
-    tiles = agreeing_tiles(torch.float16, device, 64, 4)
+    tiles = tiles_of(device, 4)
     assert 64 in [tile.block_rows for tile in tiles]
     assert all(tile.least_rows == tile.block_rows for tile in tiles), "padded rows are no other tile"
 
@@ -89,12 +101,12 @@ def test_what_was_not_launched_is_asked_again(device: torch.device, monkeypatch:
     """Kernel warm-up binds a model without running anything."""
     with monkeypatch.context() as patch:
         patch.setattr(invariant_tiles, "skinny_linear", lambda x, weight, tile, out: out)
-        assumed = agreeing_tiles(torch.float16, device, 64, 8)
+        assumed = tiles_of(device, 8)
     assert [tile.block_rows for tile in assumed] == [16, 32, 64, 128, 256]
     monkeypatch.setattr(
         invariant_tiles, "skinny_linear", lambda x, weight, tile, out: out.fill_(tile.num_stages)
     )  # 3 of 128 rows
-    assert [tile.block_rows for tile in agreeing_tiles(torch.float16, device, 64, 8)] == [16, 32, 64, 256]
+    assert [tile.block_rows for tile in tiles_of(device, 8)] == [16, 32, 64, 256]
 
 
 def test_tiles_that_would_cut_spans_elsewhere_are_left_out(device: torch.device, monkeypatch) -> None:
@@ -126,3 +138,44 @@ def test_a_product_never_chooses_cublas(device: torch.device) -> None:
     chosen = [product.batch_invariant()._choose(64, 32, rows) for rows in (1, 4, 64, 5000)]
     assert all(isinstance(config, DotConfig) for config in chosen)
     assert product._choose(64, 32, 5000) is None, "the product itself is as it was"
+
+
+@pytest.mark.parametrize("row_group", [128, 256])
+def test_rows_that_are_rounded(device: torch.device, row_group: int) -> None:
+    """FP8 times FP8: a row has the same bits in any number of rows, alone too, where one kernel rounds and multiplies
+    else, and of many, where cuBLAS does."""
+    draw = torch.Generator().manual_seed(1)
+    codes = torch.randn(72, 256, generator=draw).to(device, torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(72, 256 // row_group, generator=draw).to(device)
+    weight = PackedWeight(codes, scales, (72, 256), torch.float32, BYTES_FP8, 256, row_group)
+    assert_alike(RoundedProduct(weight, None, row_group, cast(ScaledProduct, MANY), Derived()), device)
+
+
+def test_rows_that_are_rounded_to_int8(device: torch.device) -> None:
+    draw = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (72, 256), generator=draw, dtype=torch.uint8).to(device)
+    scales = torch.rand(72, 1, generator=draw).to(device)
+    weight = PackedWeight(codes, scales, (72, 256), torch.float32, BYTES_INT8, 256, 256)
+    rounding = InputRounding(InputFormat("int8", "token"))
+    assert_alike(RoundedInputs(KernelProduct(weight, None), rounding, None, cast(ScaledProduct, MANY)), device)
+
+
+class Many:
+    """A `ScaledProduct` that is wrong."""
+
+    MIN_ROWS, ROWS, has_blocks = 16, 4, False
+
+    def __call__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(len(codes), 72, dtype=dtype, device=codes.device)
+
+
+MANY = Many()
+
+
+def assert_alike(product: RoundedProduct | RoundedInputs, device: torch.device) -> None:
+    x = torch.randn(150, 256, generator=torch.Generator().manual_seed(2)).to(device)
+    few, invariant = product(x[:3], NO_TOKEN_CONTEXT), product.batch_invariant()
+    whole = invariant(x, NO_TOKEN_CONTEXT)
+    torch.testing.assert_close(whole[:3], few, rtol=1e-3, atol=1e-3 * float(few.abs().max()))
+    for rows in (slice(0, 1), slice(5, 8), slice(3, 43), slice(9, 109)):
+        assert torch.equal(invariant(x[rows].contiguous(), NO_TOKEN_CONTEXT), whole[rows]), rows

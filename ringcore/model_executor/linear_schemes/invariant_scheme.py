@@ -22,6 +22,8 @@ from ringcore.model_executor.linear_schemes.invariant_product import (
 )
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.product import Product
+from ringcore.model_executor.linear_schemes.rounded_inputs import RoundedInputs
+from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
 from ringcore.model_executor.linear_schemes.scheme import LinearScheme
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 from ringcore.model_executor.weight import Weight
@@ -79,10 +81,10 @@ class InvariantScheme(LinearScheme):
             out_dtype = torch.float32 if shard.prefers_float32 and bias is None else None
             return KernelProduct(tensors["weight"], bias, out_dtype).batch_invariant()
         product = self.inner.product(shard, tensors, bias, updatable)
-        if not isinstance(product, KernelProduct):
+        if not isinstance(product, (KernelProduct, RoundedProduct, RoundedInputs)):
             raise ConfigError(
-                f"deterministic=True: {shard.name} rounds its inputs to 8 bits, and its kernels on a GPU depend on the "
-                "number of rows; give a checkpoint that quantizes the weights alone, or deterministic=False",
+                f"deterministic=True: on a GPU the kernels of {shard.name} depend on the number of rows; give another "
+                "checkpoint, or deterministic=False",
                 option="deterministic",
                 value=True,
             )

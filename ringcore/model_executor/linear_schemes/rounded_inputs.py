@@ -9,6 +9,7 @@ import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.quantization import InputFormat
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.scaled_product import ScaledProduct
 from ringcore.model_executor.linear_schemes.shard import LinearShard, Maxima
@@ -82,6 +83,11 @@ class RoundedInputs(Product):
     ) -> None:
         """inner: without a bias. scaled: what multiplies the codes of many rows, where there is one."""
         self._inner, self._rounding, self._bias, self._scaled = inner, rounding, bias, scaled
+
+    def batch_invariant(self) -> RoundedInputs:
+        """See `KernelProduct.batch_invariant`, of a product by kernels. The rounding of a row is its own."""
+        assert isinstance(self._inner, KernelProduct)
+        return RoundedInputs(self._inner.batch_invariant(), self._rounding, self._bias)
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
         codes, scales = self._rounding(x)

@@ -22,6 +22,7 @@ from ringcore.model_executor.weight import Derived
 if TYPE_CHECKING:
     from ringcore.kernels.packed_weight import PackedWeight
     from ringcore.kernels.round_rows import RowNorm
+    from ringcore.kernels.skinny_tiles import Config
     from ringcore.kernels.skinny_times import Numbers
 
 __all__ = ["RoundedProduct"]
@@ -60,6 +61,18 @@ class RoundedProduct(Product):
         """The same product with another choice of tiles."""
         made = copy.copy(self)
         made._choose = around(self._choose)
+        return made
+
+    def batch_invariant(self) -> RoundedProduct:
+        """See `KernelProduct.batch_invariant`."""
+        from ringcore.kernels.invariant_tiles import InvariantTiles
+
+        made, tiles = copy.copy(self), InvariantTiles(self._weight, rounds_rows=True)
+
+        def choose(num_outputs: int, num_inputs: int, num_rows: int, **options: bool) -> Config | None:
+            return tiles.choose(num_rows) if num_rows else None
+
+        made._choose, made._scaled, made._min_scaled = choose, None, None
         return made
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
