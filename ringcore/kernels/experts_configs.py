@@ -39,7 +39,7 @@ MAX_SUMMED_TOKENS = 4
 MAX_PAIRED_TOKENS = 4
 # With a list of work items; the tiles of more are so long that a search for their pairs does not show.
 MAX_LISTED_TOKENS, MAX_LISTED_PAIRS = 256, 2048
-_MIN_ROWS, _MAX_ROWS, _MOST_ROWS = 16, 128, 256
+MIN_ROWS, _MAX_ROWS, _MOST_ROWS = 16, 128, 256
 FLOAT32_TILE = DotConfig(32, 32, 4, 2, 1)
 _MOST_SUMS = 1 << 15  # of a tile, in registers
 # Weights, inputs, warps and stages of tiles to time.
@@ -73,11 +73,11 @@ def choose_grouped(
     if dtype != torch.float32 and (up_to := min((limit for limit in measured if limit >= num_tokens), default=0)):
         return measured[up_to]
     if num_tokens <= MAX_FEW_TOKENS:
-        block_rows = max(_MIN_ROWS, min(_power_of_2(num_tokens), rows_of_item(num_experts, num_tokens, k)))
+        block_rows = max(MIN_ROWS, min(_power_of_2(num_tokens), rows_of_item(num_experts, num_tokens, k)))
         num_active = min(num_experts, num_tokens * k)
         config = fastest_dot(num_active * num_weights, num_inputs, block_rows, (1,), numbers)
     else:
-        block_rows = min(_MAX_ROWS, max(2 * _MIN_ROWS, rows_of_item(num_experts, num_tokens, k)))
+        block_rows = min(_MAX_ROWS, max(2 * MIN_ROWS, rows_of_item(num_experts, num_tokens, k)))
         config = many_packed(numbers) if is_packed else DotConfig(128, 64, 8, 4, 1)
         block_rows = min(block_rows, config.block_rows) if is_packed else block_rows
     if dtype == torch.float32:  # without tensor cores; a number has twice the bytes of those of the model of times
@@ -104,11 +104,11 @@ def grouped_tiles(
 ) -> list[DotConfig]:
     """Those to time for num_tokens tokens with k of num_experts experts each."""
     if num_tokens <= MAX_FEW_TOKENS:
-        most_rows = max(_MIN_ROWS, _power_of_2(num_tokens))
-        rows = sorted({most_rows, max(_MIN_ROWS, most_rows // 4)})
+        most_rows = max(MIN_ROWS, _power_of_2(num_tokens))
+        rows = sorted({most_rows, max(MIN_ROWS, most_rows // 4)})
     else:
         mean = min(_MOST_ROWS, num_tokens * k // num_experts)
-        most_rows = min(4 * max(_MIN_ROWS, mean), max(_MAX_ROWS, mean))
+        most_rows = min(4 * max(MIN_ROWS, mean), max(_MAX_ROWS, mean))
         rows = [one for one in (16, 32, 64, 128, 256) if mean // 2 <= one <= most_rows]
     shapes: Iterable[tuple[int, int, int, int]] = _FEW + _WIDE if num_tokens <= 256 else _WIDE
     if numbers == FP8_NUMBERS:  # twice as many inputs are as many bytes, and a block has one group

@@ -11,7 +11,7 @@ import torch
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import ExpertMatrices, Routing
 from ringcore.kernels.experts import GroupedProducts, TokenLimits
-from ringcore.kernels.experts_configs import FLOAT32_TILE, fitted, rows_of_item
+from ringcore.kernels.experts_configs import FLOAT32_TILE, MAX_FEW_TOKENS, MIN_ROWS, fitted, rows_of_item
 from ringcore.kernels.invariant_tiles import ROWS, agreeing, dense_tiles
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_tiles import DotConfig
@@ -49,7 +49,7 @@ class InvariantExpertTiles:
             return fitted(FLOAT32_TILE, _FLOAT32_ROWS, num_inputs, numbers)
         if numbers != DENSE_NUMBERS:  # few rows of codes are multiplied before their scales, many after
             return fitted(many_packed(numbers), ROWS, num_inputs, numbers)
-        wanted = rows_of_item(num_experts, num_tokens, k)
+        wanted = max(rows_of_item(num_experts, num_tokens, k), 2 * MIN_ROWS if num_tokens > MAX_FEW_TOKENS else 0)
         tile = next((one for one in self._dense if one.block_rows >= wanted), self._dense[-1])
         return fitted(tile, tile.block_rows, num_inputs, numbers)
 

@@ -82,12 +82,18 @@ class InvariantTiles:
         blocks = -(-self._num_inputs // tile.block_inputs)
         return -(-blocks // self._spans) * tile.block_inputs
 
-    def _of_least_padding(self, num_rows: int) -> DotConfig:
+    def _least_work(self, num_rows: int) -> DotConfig:
+        """Of a multiprocessor, in whole programs: what is left of the last wave costs as much as the wave."""
         able = [tile for tile in self._tiles if tile.block_rows >= min(num_rows, _MANY)] or self._tiles[-1:]
-        return min(able, key=lambda tile: (-(-num_rows // tile.block_rows) * tile.block_rows, -tile.block_rows))
+
+        def work(tile: DotConfig) -> tuple[int, int]:
+            programs = -(-self._num_outputs // tile.block_weights) * -(-num_rows // tile.block_rows)
+            return -(-programs * self._spans // NUM_SMS) * tile.block_rows * tile.block_weights, -tile.block_rows
+
+        return min(able, key=work)
 
     def choose(self, num_rows: int) -> DotConfig:
-        tile = self._of_least_padding(num_rows)
+        tile = self._least_work(num_rows)
         num_tiles, row_tiles = -(-self._num_outputs // tile.block_weights), -(-num_rows // tile.block_rows)
         if row_tiles > MAX_ROW_BLOCKS or num_tiles * row_tiles > _ENOUGH_PROGRAMS:
             tile = replace(tile, segments=self._spans)

@@ -129,7 +129,7 @@ def test_many_rows_have_larger_tiles_unless_spans_are_summed(device: torch.devic
     }
     assert {tile.splits * tile.segments for tile in chosen.values()} == {4}, "the sum has the same order"
     of_whole = {rows: InvariantTiles(whole).choose(rows).block_rows for rows in (130, 256, 288, 2048)}
-    assert of_whole == {130: 256, 256: 256, 288: 128, 2048: 256}, "288 rows are 384 with padding, not 512"
+    assert of_whole == {130: 128, 256: 128, 288: 128, 2048: 256}, "256 rows: 3 waves of half tiles, not 2 of whole ones"
 
 
 def test_a_product_never_chooses_cublas(device: torch.device) -> None:
