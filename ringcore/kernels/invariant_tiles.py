@@ -32,7 +32,7 @@ _MAX_SPANS, _MIN_SPAN_INPUTS = 8, 1024
 _ENOUGH_PROGRAMS = NUM_SMS * 3 // 4
 _DENSE = DotConfig(128, 64, 8, 4, 1)
 _FEW_ROWS = DotConfig(64, 128, 4, 4, 1)
-_MANY_ROWS = DotConfig(128, 64, 8, 3, 1)
+_MANY_ROWS = DotConfig(128, 64, 8, 3, 1)  # of which two programs fit on a multiprocessor
 _MOST_ROWS = DotConfig(128, 64, 8, 4, 1)
 _MANY = 128  # rows, from which on a program has no fewer
 _MOST = 256  # rows, without spans, whose sum needs as many registers again
@@ -99,9 +99,12 @@ class InvariantTiles:
             tile = replace(tile, segments=self._spans)
         else:
             tile = replace(tile, splits=self._spans)
+        programs = num_tiles * row_tiles * tile.splits
+        if tile.block_rows == _MANY and tile.num_stages == _MANY_ROWS.num_stages and -programs % NUM_SMS < NUM_SMS // 4:
+            # Two on a multiprocessor are for a last wave that is far from full.
+            tile = replace(tile, num_stages=tile.num_stages + 1)
         # When a later wave starts, the kernel before has long ended.
-        is_one_wave = num_tiles * row_tiles * tile.splits <= NUM_SMS
-        return tile if is_one_wave else replace(tile, prefetched_inputs=0)
+        return tile if programs <= NUM_SMS else replace(tile, prefetched_inputs=0)
 
 
 _ROUNDED = (

@@ -129,6 +129,10 @@ def test_many_rows_have_larger_tiles_unless_spans_are_summed(device: torch.devic
     }
     assert {tile.splits * tile.segments for tile in chosen.values()} == {4}, "the sum has the same order"
     of_whole = {rows: InvariantTiles(whole).choose(rows).block_rows for rows in (130, 256, 288, 2048)}
+    stages = {
+        n: InvariantTiles(whole).choose(n).num_stages for n in (128, 256)
+    }  # 192 and 384 programs of 132 at a time
+    assert stages == {128: 3, 256: 4}, "two programs share a multiprocessor where the last wave is far from full"
     assert of_whole == {130: 128, 256: 128, 288: 128, 2048: 256}, "256 rows: 3 waves of half tiles, not 2 of whole ones"
 
 
