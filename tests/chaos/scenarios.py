@@ -37,11 +37,13 @@ class ScenarioFailed(AssertionError):
 
 
 def child_environment(tmp: Path, **extra: str) -> dict[str, str]:
-    """The environment of a front end: the test's own modules, in every process of it, and a folder for its files."""
+    """The environment of a front end: the test's own modules, in every process of it, and a folder for its files. One
+    thread for libraries: those of a pool that starts before `arm_stack_dumps` would take its signal."""
     path = [str(HERE / "in_every_process"), str(HERE), str(HERE.parent), str(PACKAGE)]
     inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
     own = os.environ.get("PYTHONPATH")
-    return inherited | {"PYTHONPATH": os.pathsep.join([*([own] if own else []), *path]), "TMPDIR": str(tmp)} | extra
+    ours = {"PYTHONPATH": os.pathsep.join([*([own] if own else []), *path]), "TMPDIR": str(tmp), "OMP_NUM_THREADS": "1"}
+    return inherited | ours | extra
 
 
 @dataclass
