@@ -49,8 +49,8 @@ _MIN_SPLIT_ROWS = 128  # of a tile: that of an expert's last rows has half as ma
 
 
 class TokenLimits(NamedTuple):
-    """Up to how many tokens a mixture is computed in another way. With limits of 0 and `ANY_NUMBER` a token's sum
-    depends on the tiles alone (`invariant_experts`)."""
+    """Up to how many tokens a mixture is computed in another way. With `invariant_experts.ANY_NUMBER` there is one way,
+    and a token's sum depends on the tiles alone."""
 
     fma: int = 1  # by FMA; more than one are never
     summed: int = MAX_SUMMED_TOKENS  # the sum over experts is an epilogue

@@ -120,12 +120,14 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, tile: DotConfig, out: to
 
 
 def _multiply_rounded(rows: torch.Tensor, weight: torch.Tensor, tile: DotConfig, out: torch.Tensor) -> None:
-    """In groups of 128 x 128, as checkpoints have them."""
-    codes = weight.to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = torch.ones(len(weight), weight.shape[1] // _GROUP, device=weight.device)
-    shape = len(weight), weight.shape[1]
-    fp8 = PackedWeight(codes, scales, shape, rows.dtype, BYTES_FP8, shape[1], _GROUP, scale_run=_GROUP)
-    skinny_linear(round_rows(rows, _GROUP), fp8, tile, out=out)
+    """Half of the outputs in groups of inputs, half with one scale for a row and for an output: what the kernel adds up
+    in two ways."""
+    num_inputs = weight.shape[1]
+    for group, codes, columns in zip((_GROUP, num_inputs), weight.chunk(2), out.chunk(2, 1), strict=True):
+        scales = torch.ones(len(codes), num_inputs // group, device=codes.device)
+        stored = codes.to(torch.float8_e4m3fn).view(torch.uint8)
+        fp8 = PackedWeight(stored, scales, (len(codes), num_inputs), rows.dtype, BYTES_FP8, num_inputs, group)
+        columns.copy_(skinny_linear(round_rows(rows, group), fp8, tile, out=columns.contiguous()))
 
 
 def dense_tiles(block_weights: int, num_warps: int) -> tuple[DotConfig, ...]:

@@ -183,3 +183,14 @@ def assert_alike(product: RoundedProduct | RoundedInputs, device: torch.device) 
     torch.testing.assert_close(whole[:3], few, rtol=1e-3, atol=1e-3 * float(few.abs().max()))
     for rows in (slice(0, 1), slice(5, 8), slice(3, 43), slice(9, 109)):
         assert torch.equal(invariant(x[rows].contiguous(), NO_TOKEN_CONTEXT), whole[rows]), rows
+
+
+def test_the_kernel_of_rounded_rows_is_asked(device: torch.device) -> None:
+    """Its product, with scales of groups and of rows."""
+    draw = torch.Generator().manual_seed(1)
+    rows, weight = (torch.randn(n, 256, generator=draw).to(device) for n in (20, 128))
+    rounded = weight.to(torch.float8_e4m3fn).float()
+    out = torch.full((20, 128), torch.nan, device=device)
+    invariant_tiles._multiply_rounded(rows, weight, invariant_tiles._ROUNDED[1], out)
+    exact = rows @ rounded.t()
+    torch.testing.assert_close(out, exact, rtol=0.05, atol=0.05 * float(exact.abs().max()))
