@@ -88,39 +88,49 @@ def replace_tables(text: str, results: Mapping[str, Result]) -> str:
 def render(result: Result) -> str:
     """The table of a result with what is needed to judge it, as Markdown that ends in a newline."""
     findings = result.findings
-    ours, *peers = findings.engines
-    has_limit = any(measurement.limit for measurement in findings.measurements)
-    header = ["", ours, *peers, *(f"against {peer}" for peer in peers), *(["of the limit"] if has_limit else [])]
-    rows = [_row(measurement, ours, peers, has_limit) for measurement in findings.measurements]
-    lines = [_line(header), _line(["---"] + ["--:"] * (len(header) - 1)), *(_line(row) for row in rows), ""]
+    tables: dict[tuple[str, ...], list[Measurement]] = {}  # by what was measured together
+    for measurement in findings.measurements:
+        engines = tuple(engine for engine in findings.engines if engine in measurement.samples)
+        tables.setdefault(engines, []).append(measurement)
+    limits: dict[str, list[str]] = {}
+    for measurement in findings.measurements:
+        if measurement.limit:
+            limits.setdefault(measurement.limit.statement, []).append(measurement.name)
     remarks = [
         f"Median of {_rounds(result)} counted rounds (lowest to highest); ratios round by round, above 1 is ahead.",
         *findings.conditions,
-        *(f"Limit, {m.name}: {m.limit.statement}." for m in findings.measurements if m.limit),
+        *(f"Limit, {'; '.join(names)}: {statement}." for statement, names in limits.items()),
         *(f"{check.name[:1].upper()}{check.name[1:]}: {check.value}." for check in findings.checks),
         *(_earlier(run) for run in result.earlier),
         _machine(result),
     ]
+    lines = [line for engines, rows in tables.items() for line in _table(engines, rows)]
     return "\n".join(lines + [f"- {remark}" for remark in remarks]) + "\n"
+
+
+def _table(engines: tuple[str, ...], measurements: Sequence[Measurement]) -> list[str]:
+    """engines: those that all of the measurements have; others are compared with the first."""
+    ours, *peers = engines
+    has_limit = any(measurement.limit for measurement in measurements)
+    header = ["", ours, *peers, *(f"against {peer}" for peer in peers), *(["of the limit"] if has_limit else [])]
+    rows = [_row(measurement, ours, peers, has_limit) for measurement in measurements]
+    return [_line(header), _line(["---"] + ["--:"] * (len(header) - 1)), *map(_line, rows), ""]
 
 
 def _row(measurement: Measurement, ours: str, peers: Sequence[str], has_limit: bool) -> list[str]:
     samples = measurement.samples
     cells = [f"{measurement.name}, {measurement.unit}"]
-    cells += [_spread(summarize(samples[engine])) if engine in samples else "" for engine in (ours, *peers)]
+    cells += [_spread(summarize(samples[engine])) for engine in (ours, *peers)]
     for peer in peers:
-        if ours in samples and peer in samples:
-            ratios = pairwise_ratios(samples[ours], samples[peer], higher_is_better=measurement.higher_is_better)
-            cells.append(_spread(summarize(ratios), "x"))
-        else:
-            cells.append("")
+        ratios = pairwise_ratios(samples[ours], samples[peer], higher_is_better=measurement.higher_is_better)
+        cells.append(_spread(summarize(ratios), "x"))
     if has_limit:
         cells.append(_share(measurement, ours))
     return cells
 
 
 def _share(measurement: Measurement, ours: str) -> str:
-    if measurement.limit is None or ours not in measurement.samples:
+    if measurement.limit is None:
         return ""
     value, limit = summarize(measurement.samples[ours]).median, measurement.limit.value
     return f"{value / limit if measurement.higher_is_better else limit / value:.0%}"
