@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from expert_stacks import stacked_experts
 from interpreted_triton import multiply_in_order
 from quantized_checkpoints import BLOCK
 
+from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.checkpoint.quantization import AwqFormat
+from ringcore.distributed.parallel import SingleRank
 from ringcore.kernels import invariant_experts
 from ringcore.kernels.dense_experts import DenseExperts
 from ringcore.kernels.expert_matrices import (
@@ -28,8 +31,13 @@ from ringcore.kernels.invariant_experts import ANY_NUMBER, InvariantExpertTiles
 from ringcore.kernels.partials import Partials
 from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor import ops
+from ringcore.model_executor.arithmetic import BatchInvariant
+from ringcore.model_executor.layers.norm import RMSNorm
 from ringcore.model_executor.layers.router import InvariantRouter
 from ringcore.model_executor.linear_schemes.awq_scheme import AwqScheme
+from ringcore.model_executor.linear_schemes.dense import Dense
+from ringcore.model_executor.models.decoder_layer import LayerInputs
+from ringcore.model_executor.models.mixture import Experts, Mixture, Router
 from ringcore.model_executor.residual import NormedRows, Residual
 
 K, NUM_EXPERTS = 2, 4
@@ -142,3 +150,36 @@ def test_a_router_chooses_alike_for_any_number_of_tokens(device: torch.device, d
         found = router(NormedRows(Residual(x[rows].contiguous())))
         assert torch.equal(found.experts, whole.experts[rows])
         assert torch.equal(found.weights, whole.weights[rows])
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_a_native_mixture_adds_the_same_bits_to_the_stream(device: torch.device, expert_parallel: bool) -> None:
+    """Its router and its experts as `deterministic` binds them on a GPU, the norm before and the deferred add after."""
+    hidden_size, spec = 32, ExpertsSpec(NUM_EXPERTS, K, 16, norm_topk_prob=True)
+    arithmetic, dense_scheme = BatchInvariant(torch.device("cuda")), Dense()
+    norm = RMSNorm("norm", "norm", hidden_size, 1e-6, torch.float16)
+    router = Router("router", "gate", spec, hidden_size, torch.float16, arithmetic)
+    mixture = Mixture(
+        router,
+        Experts(
+            *("experts", "mlp", spec, hidden_size, torch.float16, SingleRank(), expert_parallel),
+            lambda matrix: dense_scheme,
+            arithmetic=arithmetic,
+        ),
+    )
+    draw = torch.Generator().manual_seed(1)
+    for layer in (norm, *mixture.layers()):
+        layer.bind(
+            {one.name: torch.randn(one.shape, generator=draw).to(device, torch.float16) for one in layer.weights()}
+        )
+    rows = torch.randn(COUNTS[-1], hidden_size, generator=draw).to(device)
+
+    def added(count: int) -> torch.Tensor:
+        stream = Residual(rows[:count].clone())
+        mixture.add_to(stream, norm, stream, cast(LayerInputs, None))
+        return stream.rows
+
+    whole = added(COUNTS[-1])
+    assert not torch.equal(whole, rows)
+    for count in COUNTS[:-1]:
+        assert torch.equal(added(count), whole[:count]), count
