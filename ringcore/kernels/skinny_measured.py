@@ -124,4 +124,8 @@ MEASURED: Mapping[Shape, Mapping[int, Config | None]] = {
         32: DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0),
         64: DotConfig(128, 128, 4, 4, 1, prefetched_inputs=0),
     },
+    # Qwen3-30B-A3B: qkv, o, head
+    (5120, 2048, False): {1: FmaConfig(4, 2048, 8), 32: DotConfig(64, 256, 4, 4, 1, prefetched_inputs=0)},
+    (2048, 4096, False): {1: FmaConfig(2, 2048, 4)},
+    (151936, 2048, False): {1: FmaConfig(4, 1024, 4)},
 }
