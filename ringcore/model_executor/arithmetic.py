@@ -2,8 +2,8 @@
 same bits in every step.
 
 Of a model this is the one place that knows the engine options `deterministic` and `kernel_autotune`: a layer asks for
-its linear schemes, its ranks, its router and its experts, and takes what it gets. Norms, gates and rotations are kernels that
-compute each row by itself anyway.
+its linear schemes, its ranks, its router and its experts, and takes what it gets. Norms, gates and rotations are
+kernels that compute each row by itself anyway.
 """
 
 from __future__ import annotations
