@@ -96,15 +96,10 @@ def _rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_gr
     found = ()
     for tile in tl.static_range(len(tiles)):
         of_groups = scale if by_row else all_scales[tile // 4]
-        rounded = _fp8(tl.reshape(tiles[tile], shape) / of_groups) * of_groups
+        codes = (tl.reshape(tiles[tile], shape) * (1.0 / of_groups)).to(tl.float8e4nv)
+        rounded = codes.to(tl.float16).to(tl.float32) * of_groups
         found += (tl.reshape(rounded, [num_rows, block_inputs // 4]),)
     return found
-
-
-@triton.jit
-def _fp8(v):
-    v = tl.minimum(tl.maximum(v, -_LARGEST), _LARGEST)
-    return v.to(tl.float8e4nv).to(tl.float16).to(tl.float32)
 
 
 @triton.jit

@@ -43,11 +43,11 @@ class PackedWeight:
     output to output.
     index: [num_inputs] int32, the group of each input, where they are not consecutive. run, is_tiled: of nibbles, see
     `weight_tiles`. has_zero_bits: the five lowest bits of a scale are the zero, of which there is no other tensor.
-    scale_run: outputs that have the same scales, from each multiple of it on.
+    scale_run: outputs that share a row of the scales, from each multiple of it on; without zeros where it is not 1.
     """
 
     codes: torch.Tensor
-    scales: torch.Tensor  # [num_outputs, groups] of any strides: float32, or uint8, the exponents of powers of 2 + 127
+    scales: torch.Tensor  # [num_outputs / scale_run, groups] of any strides: float32, or uint8: 2^(n - 127)
     shape: tuple[int, int]
     dtype: torch.dtype  # of the inputs and the product
     form: int

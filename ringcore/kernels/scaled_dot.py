@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ringcore.kernels.weight_groups import scale_rows
+
 __all__ = ["block_scaled_dot", "scaled_dot"]
 
 _PROMOTED = tl.constexpr(128)  # inputs that the tensor cores of Hopper sum, of fewer bits, before a sum in float32
@@ -45,7 +47,7 @@ def scaled_dot(
     weight_group: tl.constexpr = layout[2]
     row_groups: tl.constexpr = num_inputs // row_group
     promoted: tl.constexpr = _PROMOTED if block_inputs > _PROMOTED else block_inputs
-    weight_rows = weight_rows.to(tl.int64)
+    weight_rows = scale_rows(weight_rows, layout)
     of_weights = _scales(packed[0], packed[4], packed[5], weight_rows, first, weight_group, weight_groups)
     of_rows = _scales(row_scales, row_groups, 1, rows, first, row_group, row_groups)
     for at in tl.range(first, last, block_inputs, num_stages=num_stages):
@@ -92,7 +94,7 @@ def block_scaled_dot(
     row_groups: tl.constexpr = num_inputs // row_group
     promoted: tl.constexpr = _PROMOTED if block_inputs > _PROMOTED else block_inputs
     is_lower = tl.arange(0, block_weights) < block_weights // 2
-    lower, upper = half_rows
+    lower, upper = scale_rows(half_rows[0], layout), scale_rows(half_rows[1], layout)
     total = tl.zeros([inputs.shape[1], block_weights], tl.float32)
     of_rows = _scales(row_scales, row_groups, 1, rows, 0, row_group, row_groups)
     of_lower = _scales(packed[0], packed[4], packed[5], lower, 0, layout[2], layout[1])

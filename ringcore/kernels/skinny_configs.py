@@ -11,6 +11,7 @@ the weights, and with qkv and gate_up by `dot_kernel` whole passes of 40 to 256 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from ringcore.kernels.skinny_measured import MEASURED
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
@@ -46,7 +47,8 @@ _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 ro
 
 _ROUNDED_ROWS = 64  # few rows of FP8 times FP8
 _ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
-_ROUNDED_PROGRAMS = 2 * NUM_SMS
+_FILLED = 0.9  # of the programs that the SM with the most of them would allow
+_LONG_ROUNDED_FMA = PackedFmaConfig(2, 4096, 8, 2 * NUM_SMS)  # of more than 4,096 inputs
 _PACKED_FMA_INPUTS = 16384  # a row of more does not fit in registers
 _MAX_PACKED_ROWS, _MAX_LONG_RUN_ROWS = 128, 256
 _LONG_RUN = 16
@@ -119,12 +121,13 @@ def choose_packed(
 
 
 def _packed_fma(num_inputs: int, numbers: Numbers) -> PackedFmaConfig:
-    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are."""
+    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are. As many
+    programs as run at once: 4,096 x 12,288 takes 13.1 us by three a multiprocessor, by two 16.7."""
     block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
     if num_inputs <= 4096:
         return PackedFmaConfig(4, block_inputs, 4, (4 if numbers == NIBBLE_NUMBERS else 2) * NUM_SMS)
     if num_inputs <= 12288:
-        return PackedFmaConfig(2, block_inputs, 4, 2 * NUM_SMS)
+        return PackedFmaConfig(2, block_inputs, 4, (3 if numbers == NIBBLE_NUMBERS else 2) * NUM_SMS)
     return PackedFmaConfig(4, block_inputs, 8, 2 * NUM_SMS)
 
 
@@ -172,27 +175,34 @@ def choose_rounded(
 ) -> DotConfig | PackedFmaConfig | None:
     """As `choose_packed`, of FP8 inputs and FP8 weights.
 
-    Microseconds on an H200, weights of 128 x 128 blocks: one row by tensor cores without the norm and the rounding
-    before them, some 3 more, and by FMA with both in the kernel, whose registers leave an SM few warps:
+    Microseconds on an H200, weights of 128 x 128 blocks: rows by tensor cores without the norm and the rounding before
+    them, some 3 more, and one row by FMA with both in the kernel, whose registers leave an SM few warps:
 
-        | outputs x inputs  | bytes | tensor cores | FMA  |
-        | 6,144 x 4,096     | 5.4   | 11.0         | 8.6  |
-        | 4,096 x 4,096     | 3.6   | 9.2          | 6.8  |
-        | 2 x 12,288, gated | 21.5  | 29.7         | 26.4 |
-        | 4,096 x 12,288    | 10.7  | 18.6         | 16.6 |
+        | outputs x inputs  | bytes | FMA, 1 row | tensor cores, 8 rows | 32   |
+        | 6,144 x 4,096     | 5.4   | 9.0        | 11.1                 | 13.0 |
+        | 4,096 x 4,096     | 3.6   | 6.9        | 8.9                  | 10.1 |
+        | 2 x 12,288, gated | 21.5  | 26.9       | 26.6                 | 28.7 |
+        | 4,096 x 12,288    | 10.7  | 16.3       | 18.1                 | 20.1 |
     """
     if num_rows < 1:
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
         block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
-        block_outputs = 2 if num_inputs > 4096 else 4 if is_gated else 8
-        return PackedFmaConfig(block_outputs, block_inputs, 4, 2 * NUM_SMS)
+        if is_gated:
+            return PackedFmaConfig(2, block_inputs, 4, 3 * NUM_SMS)
+        return PackedFmaConfig(8, block_inputs, 4, 2 * NUM_SMS) if num_inputs <= 4096 else _LONG_ROUNDED_FMA
     if num_rows > _ROUNDED_ROWS:
         return _ROUNDED_TILES
     tiles = -(-num_outputs * (2 if is_gated else 1) // 64)
     most = max(1, num_inputs // 256)
-    splits = next((n for n in (1, 2, 3, 4, 6, 8) if n <= most and tiles * n >= _ROUNDED_PROGRAMS), min(8, most))
+    splits = _even_splits(tiles, [n for n in (1, 2, 3, 4, 6, 8) if n <= most])
     return DotConfig(64, 128, 4, 6, splits, prefetched_inputs=512 if tiles * splits <= NUM_SMS else 0)
+
+
+def _even_splits(tiles: int, candidates: Sequence[int]) -> int:
+    """The fewest splits with three programs for two SMs or more, and with about as many programs on each SM."""
+    enough = [n for n in candidates if 2 * tiles * n >= 3 * NUM_SMS] or [candidates[-1]]
+    return next((n for n in enough if -(-tiles * n // NUM_SMS) * NUM_SMS * _FILLED <= tiles * n), enough[0])
 
 
 @functools.cache

@@ -22,7 +22,9 @@ __all__ = [
     "has_quads",
     "load_scales",
     "moved_scales",
+    "scale_rows",
     "scales_of",
+    "shares_scales",
     "zeros_in",
     "zeros_of",
 ]
@@ -57,6 +59,21 @@ def are_compact(layout, block_inputs):
     _, _, size, offset, _, _, has_index = layout[:7]
     is_whole = not has_index and offset == 0 and block_inputs % size == 0
     return has_one_group(layout, block_inputs) or (is_whole and (not has_quads(layout) or are_alike(layout)))
+
+
+@triton.constexpr_function
+def shares_scales(layout, num_outputs):
+    """Whether so many outputs, from a multiple on, have one row of float32 scales, of whole 16 bytes."""
+    return layout[0] != DENSE and layout[9] % num_outputs == 0 and layout[1] % 4 == 0
+
+
+@triton.jit
+def scale_rows(rows, layout: tl.constexpr):
+    """The row of the scales of each output, int64."""
+    run: tl.constexpr = layout[9]
+    if run > 1:
+        rows = rows // run
+    return rows.to(tl.int64)
 
 
 @triton.jit
@@ -138,7 +155,7 @@ def _of_chunks(
     size: tl.constexpr = layout[2]
     offset: tl.constexpr = layout[3]
     chunks = tl.arange(0, count)[None, :]
-    of_rows = values + rows.to(tl.int64)[:, None] * row_stride
+    of_rows = values + scale_rows(rows, layout)[:, None] * row_stride
     if num_groups == 1:
         found = tl.load(of_rows + chunks * 0)
     else:
@@ -176,7 +193,7 @@ def _of_groups(
             spread = tl.broadcast_to(compact[:, :, None], [rows.shape[0], count, each])
             found = tl.reshape(spread, [rows.shape[0], inputs.shape[0]])
     else:
-        first = values + rows.to(tl.int64)[:, None] * row_stride
+        first = values + scale_rows(rows, layout)[:, None] * row_stride
         if layout[6]:
             groups = tl.load(index + inputs, mask=inputs < num_inputs, other=0)
         else:
@@ -190,7 +207,7 @@ def _load_groups(values, row_stride, group_stride, rows, at, block_inputs: tl.co
     """Of a tile whose groups `are_compact`: [n, groups]; those past the last one are like it."""
     num_groups: tl.constexpr = layout[1]
     size: tl.constexpr = layout[2]
-    of_rows = values + rows.to(tl.int64)[:, None] * row_stride
+    of_rows = values + scale_rows(rows, layout)[:, None] * row_stride
     count: tl.constexpr = 1 if has_one_group(layout, block_inputs) else block_inputs // size
     groups = tl.minimum((at + layout[3]) // size + tl.arange(0, count), num_groups - 1)
     return tl.load(of_rows + groups[None, :] * group_stride)

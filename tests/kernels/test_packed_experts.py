@@ -134,8 +134,7 @@ def test_rows_are_the_m_side_of_many_tokens(device, block_weights, form):
     case = PackedCase(device, *ROUNDED["blocks"], 512, 256)
     assert case.matrices.up.stored.scale_run == case.matrices.down.stored.scale_run == 128
     for matrix in (case.matrices.up, case.matrices.down):  # scales of blocks differ much, so that none is another's
-        factors = 2.0 ** torch.randint(-2, 3, (len(matrix.stored) // 128, 1)).repeat_interleave(128, 0)
-        matrix.stored.scales.mul_(factors.to(device))
+        matrix.stored.scales.mul_(2.0 ** torch.randint(-2, 3, (len(matrix.stored) // 128, 1), device=device))
     x, routing = case.randn(70, case.hidden), routed("random", 70, case.num_experts, 2, device)
     exact = experts_reference(x, routing, case.matrices, FORMS[form])
     tile = experts_module.DotConfig(block_weights, 128, 4, 2, 1, block_rows=64)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
+from ringcore.kernels.expand_weight import expand_weight
 from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.partials import Partials
 from ringcore.kernels.round_rows import RowNorm, round_rows, round_rows_reference
@@ -78,15 +80,13 @@ def test_no_rows(device):
     assert round_rows(torch.empty(0, 64, device=device)).codes.shape == (0, 64)
 
 
-def fp8_weight(num_outputs, num_inputs, group, device):
-    """(an FP8 weight of float32 products, with a scale for each output and group; its expansion)"""
+def fp8_weight(num_outputs, num_inputs, group, device, run=1):
+    """(an FP8 weight of float32 products, with a scale for `run` outputs and each group; its expansion)"""
     codes = random(num_outputs, num_inputs, seed=5).clamp(-3, 3).to(torch.float8_e4m3fn)
-    scales = random(num_outputs, num_inputs // group, seed=6).abs() / 10
-    expanded = codes.float() * scales.repeat_interleave(group, 1)
-    shape = num_outputs, num_inputs
-    weight = PackedWeight(
-        codes.view(torch.uint8).to(device), scales.to(device), shape, torch.float32, BYTES_FP8, num_inputs, group
-    )
+    scales = random(num_outputs // run, num_inputs // group, seed=6).abs() / 10
+    expanded = codes.float() * scales.repeat_interleave(run, 0).repeat_interleave(group, 1)
+    of_codes = codes.view(torch.uint8).to(device), scales.to(device), (num_outputs, num_inputs), torch.float32
+    weight = PackedWeight(*of_codes, BYTES_FP8, num_inputs, group, scale_run=run)
     return weight, expanded.to(device)
 
 
@@ -132,6 +132,26 @@ def test_fp8_gated_and_added(device, num_rows):
         expected = total + product_of(rounded, expanded)
         skinny_linear(rounded, weight, config, add_to=total)
         torch.testing.assert_close(total, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_outputs", [128, 384])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_outputs_of_a_block_share_a_row_of_scales(device, num_outputs, activation):
+    """Whether codes are multiplied as they are, by FMA, or expanded, in tiles or as a whole."""
+    weight, expanded = fp8_weight(num_outputs, 256, 128, device, 64)
+    assert weight.scales.shape == (num_outputs // 64, 2)
+    x = random(3, 256).to(device)
+    rounded = round_rows(x, 128)
+    torch.testing.assert_close(expand_weight(weight), expanded)
+    expected = product_of(rounded, expanded, activation=activation)
+    for config in CONFIGS:
+        found = skinny_linear(rounded, weight, config, activation=activation)
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=5e-3)
+        found = skinny_linear(x, weight, replace(config, prefetched_inputs=0), activation=activation)
+        exact = skinny_linear_reference(x, expanded, activation=activation)
+        torch.testing.assert_close(found, exact, rtol=2e-3, atol=5e-3)
+    found = skinny_linear(x[:1], weight, PackedFmaConfig(4, 256, 1, 3), row_group=128, activation=activation)
+    torch.testing.assert_close(found, expected[:1], rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])

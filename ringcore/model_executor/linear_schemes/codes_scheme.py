@@ -9,6 +9,7 @@ import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import CodesFormat
+from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.block_arrangements import (
     ForDevice,
     RowBlocks,
@@ -56,11 +57,12 @@ class CodesScheme(LinearScheme):
         """Of the bound tensors."""
         derived, stored = Derived(), tensors[self.format.scale_name]
         blocks = self._blocks(shard) if are_in_blocks(stored.device) else None
+        has_blocks = ops.has_kernels(stored.device) and stored.dtype == torch.float32 and self._has_whole_blocks(shard)
         return QuantizedMatrix(
             ByteCodes(tensors["weight"]) if blocks is None else blocks.codes(tensors["weight"]),
-            self._scales(shard, stored, derived),
+            stored if has_blocks else self._scales(shard, stored, derived),
             self._groups(shard),
-            block_scales=stored if self._has_whole_blocks(shard) and stored.dtype == torch.float32 else None,
+            scale_run=self.format.block[0] if has_blocks else 1,
             derived=derived,
         )
 

@@ -41,5 +41,5 @@ def packed_weight(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedWeight:
         run,
         is_tiled,
         matrix.has_zero_bits,
-        1 if matrix.block_scales is None else matrix.num_outputs // len(matrix.block_scales),
+        matrix.scale_run,
     )

@@ -43,10 +43,10 @@ class Groups:
 class QuantizedMatrix:
     """weight = (code - zero) * scale.
 
-    scales: [num_outputs, groups] float32, or float8_e8m0fnu, powers of 2; zeros: likewise int16, or `zero` everywhere.
-    Both of any strides. block_scales: [outputs / 128, groups] float32, contiguous, where 128 outputs and a group of 128
-    share each. has_zero_bits: the zeros are the five lowest bits of their scales' instead. least_zero: no zero is ever
-    less. derived: what of these was computed from the tensors of the checkpoint.
+    scales: [num_outputs / scale_run, groups] float32, or float8_e8m0fnu, powers of 2; zeros: [num_outputs, groups]
+    int16, or `zero` everywhere. Both of any strides. scale_run: consecutive outputs that share a row of the scales.
+    has_zero_bits: the zeros are the five lowest bits of their scales' instead. least_zero: no zero is ever less.
+    derived: what of these was computed from the tensors of the checkpoint.
     """
 
     codes: Codes
@@ -54,7 +54,7 @@ class QuantizedMatrix:
     groups: Groups
     zero: int = 0
     zeros: torch.Tensor | None = None
-    block_scales: torch.Tensor | None = None
+    scale_run: int = 1
     has_zero_bits: bool = False
     least_zero: int = 0
     derived: Derived = field(default_factory=Derived)
@@ -70,7 +70,7 @@ class QuantizedMatrix:
     def expanded(self, first: int = 0, end: int | None = None) -> torch.Tensor:
         """Of outputs `first` to `end`: [n, num_inputs] float32."""
         end = self.num_outputs if end is None else end
-        scales, zeros = self.scales[first:end].float(), None if self.zeros is None else self.zeros[first:end]
+        scales, zeros = self._scales_of(first, end), None if self.zeros is None else self.zeros[first:end]
         if self.has_zero_bits:
             zeros = self.scales[first:end].view(torch.int32) & _ZERO_BITS
         numbers = self.codes.numbers(first, end)
@@ -88,6 +88,12 @@ class QuantizedMatrix:
         elif self.zero:
             numbers -= self.zero
         return numbers.mul_(scales)
+
+    def _scales_of(self, first: int, end: int) -> torch.Tensor:
+        if self.scale_run == 1:
+            return self.scales[first:end].float()
+        rows = torch.arange(first, end, device=self.scales.device) // self.scale_run
+        return self.scales.index_select(0, rows).float()
 
 
 def with_zero_bits(scales: torch.Tensor, zeros: Callable[[], torch.Tensor], derived: Derived) -> torch.Tensor:

@@ -41,11 +41,9 @@ class ScaledProduct:
         if any(size % _ALIGNMENT for size in codes.shape) or capability < LEAST_CAPABILITY:
             return None
         if row_group is None or row_group == matrix.num_inputs:
-            return cls(codes.tensor, matrix.scales) if matrix.scales.shape[1] == 1 else None
-        blocks = matrix.block_scales
-        if blocks is None or row_group != BLOCK or blocks.shape[1] % _GROUPS_ALIGNMENT or capability < _BLOCKS_SINCE:
-            return None
-        return cls(codes.tensor, blocks)
+            return cls(codes.tensor, matrix.scales) if tuple(matrix.scales.shape) == (matrix.num_outputs, 1) else None
+        has_blocks = matrix.scale_run == BLOCK == row_group and matrix.scales.shape[1] % _GROUPS_ALIGNMENT == 0
+        return cls(codes.tensor, matrix.scales) if has_blocks and capability >= _BLOCKS_SINCE else None
 
     def __call__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """codes: [n, in], FP8 numbers in any float dtype; scales: [n, 1], or [1], or of blocks [n, in / BLOCK] ->
