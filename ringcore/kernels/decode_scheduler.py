@@ -21,12 +21,13 @@ argument depends on a number that the host would have to know.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.decode_tiling import DecodeTiling
 from ringcore.kernels.page_layout import padded_head_size
 from ringcore.kernels.split_kv_combine import UNWRITTEN
 from ringcore.kernels.tile_ranges import (
@@ -41,10 +42,8 @@ from ringcore.kernels.tile_ranges import (
     context_tiles,
 )
 
-__all__ = ["DecodeTileScheduler", "DecodeTiling", "split_items"]
+__all__ = ["DecodeTileScheduler", "split_items"]
 
-_TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
-_FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
 # How much longer than the ranges of an even split the splits of a work item may be, in percent and in tiles: one more
 # partial costs about as much.
 _SLACK_PERCENT = tl.constexpr(15)
@@ -146,46 +145,6 @@ def _plan_decode(
     tl.store(record + FIRST_PROGRAM, tl.where(by_item, item_at, owner), mask=in_bounds)
     if shared_words is not None:
         tl.store(record + SHARED, tl.sum(tl.where(holds, shared[None, :], 0), 1), mask=in_bounds)
-
-
-class DecodeTiling(NamedTuple):
-    """Tile shape and launch parameters of the decode kernel, chosen without knowing any sequence length."""
-
-    tile_tokens: int  # keys and values of one iteration
-    num_warps: int
-    stages: int  # pipeline stages; a load whose address is loaded has one fewer
-    programs_per_sm: int
-    min_tiles: int  # of a range: shorter ones save less reading than their combine costs
-    partials_per_round: int  # partials of a work item that the combine loads together
-    rows: int = 16  # of a tile of queries, at least
-
-    @classmethod
-    def choose(cls, num_seqs: int, head_size: int, dtype: torch.dtype) -> DecodeTiling:
-        """For at most `num_seqs` sequences over caches of `dtype`; measured on H200s, for 8 KV heads of size 128 in
-        bfloat16. Microseconds per forward pass, Qwen3-8B in the first two rows, Qwen3-0.6B in the last two:
-
-            | tiling          | 1 x 640 | 4 x 640 | 8 x 640 | 32 x 1,152 | 64 x 1,000 | 256 x 100 to 2,000 |
-            | (64, 8, 3, 1, 2)|   3,868 |   4,756 |   4,739 |      6,137 |      7,798 |             19,675 |
-            | (64, 4, 3, 2, 2)|   4,708 |   4,818 |   4,698 |      5,619 |      7,122 |             16,680 |
-            | (64, 8, 3, 1, 2)|     633 |     920 |   1,100 |      2,295 |            |             11,375 |
-            | (64, 4, 3, 2, 2)|     675 |     929 |   1,100 |      1,955 |            |              8,858 |
-
-        Three programs of four warps per SM, tiles of 32 tokens, or one more pipeline stage are slower from 32 sequences
-        on. With few sequences each has many partials, which are combined eight per round: one per round costs 1.4% of a
-        Qwen3-8B pass and 6.7% of a Qwen3-0.6B pass at 1 x 640 tokens, 4.4% and 14% at 1 x 2,500 tokens; sixteen are no
-        better. More sequences have fewer partials each: four per round gain 0.6% and 3% at 8 x 400 tokens. Ranges of
-        one tile, not two, are 1 us faster for 1 x 384 tokens alone, 1 us slower for 1 x 1,300, and no faster in passes.
-
-        FP8 (bytes), not measured: tiles of twice the tokens, and four warps for any number of sequences: a product of
-        values is of a quarter of the columns (`fp8_kv`), too few for eight.
-        """
-        token_bytes = padded_head_size(head_size) * dtype.itemsize
-        if dtype.itemsize == 1:
-            return cls(max(16, min(128, _TILE_BYTES // token_bytes)), 4, 3, 2, 2, 8 if num_seqs <= _FEW_SEQS else 4)
-        tile_tokens = max(16, min(64, _TILE_BYTES // token_bytes))
-        if num_seqs <= _FEW_SEQS:
-            return cls(tile_tokens, 8, 3, 1, 2, 8)
-        return cls(tile_tokens, 4, 3, 2, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ringcore.kernels.code_expansion import has_packed_math
+
 __all__ = [
     "dims_of_columns",
     "expand_codes",
@@ -77,6 +79,24 @@ def load_exponents(tokens, block_size: tl.constexpr):
     return (tl.load(words) >> shift) & 255, (tl.load(words + block_size // 4) >> shift) & 255
 
 
+_PAIRS = tl.constexpr(
+    """{ .reg .b32 sorted; .reg .b16 even, odd;
+    prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {even, odd}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }"""
+)
+
+
+@triton.jit
+def expand_pairs(pairs):
+    """int16, two codes -> the lower and the higher ones' numbers, float16."""
+    if has_packed_math():
+        even, odd = tl.inline_asm_elementwise(_PAIRS, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), True, 2)
+    else:
+        even = expand_codes((pairs & 255).to(tl.uint8), tl.float16)
+        odd = expand_codes(((pairs >> 8) & 255).to(tl.uint8), tl.float16)
+    return even, odd
+
+
 @triton.constexpr_function
 def multiplies_codes(num_rows, dtype):
     """Whether a tile of so many rows of queries in `dtype` is multiplied by codes."""
@@ -88,7 +108,7 @@ def dims_of_columns(num_rows: tl.constexpr, width: tl.constexpr, dtype: tl.const
     """Of which number of a value each column of a sum by `attend_tile` is, [width]."""
     column = tl.arange(0, width)
     if is_fp8 and multiplies_codes(num_rows, dtype) and width >= _WIDE:
-        column = column % (width // 4) * 4 + column // (width // 4)
+        column = column % (width // 2) * 2 + column // (width // 2)
     return column
 
 
@@ -109,15 +129,12 @@ def weighted_codes(weights, tokens, head_size: tl.constexpr, width: tl.constexpr
         else:
             codes = tl.load(tokens[:, None] + dim, mask=dim < head_size, other=0)
         return tl.dot(weights, expand_codes(codes, tl.float16))
-    word = tl.arange(0, width // 4)[None, :]
-    source = tokens.to(tl.pointer_type(tl.int32))[:, None] + word
+    pair = tl.arange(0, width // 2)[None, :]
+    source = tokens.to(tl.pointer_type(tl.int16))[:, None] + pair
     if width == head_size:
-        words = tl.load(source)
+        pairs = tl.load(source)
     else:
-        words = tl.load(source, mask=word < head_size // 4, other=0)
-    first = tl.dot(weights, expand_codes((words & 255).to(tl.uint8), tl.float16))
-    second = tl.dot(weights, expand_codes(((words >> 8) & 255).to(tl.uint8), tl.float16))
-    third = tl.dot(weights, expand_codes(((words >> 16) & 255).to(tl.uint8), tl.float16))
-    fourth = tl.dot(weights, expand_codes(((words >> 24) & 255).to(tl.uint8), tl.float16))
-    products = tl.join(tl.join(first, third), tl.join(second, fourth))  # [rows, width // 4, 2, 2]
-    return products.permute(0, 2, 3, 1).reshape(weights.shape[0], width)
+        pairs = tl.load(source, mask=pair < head_size // 2, other=0)
+    even, odd = expand_pairs(pairs)
+    products = tl.join(tl.dot(weights, even), tl.dot(weights, odd))  # [rows, width // 2, 2]
+    return products.permute(0, 2, 1).reshape(weights.shape[0], width)

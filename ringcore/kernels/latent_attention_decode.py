@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.attention_tile import MASK_VALUE, score_factors, tile_blocks, token_offsets
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.decode_tiling import DecodeTiling
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.page_layout import padded_head_size
 from ringcore.kernels.split_kv_combine import combine_partials, pack_partial

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.attention_spans import local_shift, span_end, span_index, span_start, span_tile_tokens, span_warps
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling, split_items
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler, split_items
+from ringcore.kernels.decode_tiling import DecodeTiling
 from ringcore.kernels.page_layout import padded_head_size
 from ringcore.kernels.tile_ranges import (
     COUNT,

@@ -14,7 +14,8 @@ import pytest
 import torch
 from paged_batch import PagedBatch, assert_close
 
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.decode_tiling import DecodeTiling
 from ringcore.kernels.paged_attention_decode import paged_attention_decode
 from ringcore.kernels.paged_attention_reference import paged_attention_decode_reference
 from ringcore.kernels.prefix_tiling import PrefixTiling
@@ -174,7 +175,8 @@ def test_it_is_compiled_for_sm90_without_spills(tmp_path):
         import re, subprocess, torch, triton, triton_for_sm90
         from pathlib import Path
         from ringcore.kernels import cascade_attention, paged_attention_decode
-        from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
+        from ringcore.kernels.decode_scheduler import DecodeTileScheduler
+        from ringcore.kernels.decode_tiling import DecodeTiling
         from ringcore.kernels.precompile import intercept_launches
         from ringcore.kernels.prefix_tiling import PrefixTiling
         from ringcore.kernels.shared_prefixes import find_shared_prefixes

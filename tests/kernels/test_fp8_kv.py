@@ -12,10 +12,10 @@ from paged_batch import PagedBatch, assert_close
 from test_paged_attention_decode import decode, scheduler_of
 from test_precompile import run
 
-from ringcore.kernels.decode_scheduler import DecodeTiling
+from ringcore.kernels.decode_tiling import DecodeTiling
 from ringcore.kernels.fp8_rows import from_rows, largest_number, rounded, to_rows
 from ringcore.kernels.kv_write import kv_write, kv_write_reference
-from ringcore.kernels.page_layout import PageLayout
+from ringcore.kernels.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
 from ringcore.kernels.paged_attention_reference import (
     paged_attention_decode_reference,
@@ -190,9 +190,15 @@ def test_on_a_gpu(device, dtype, heads, block_size):
         check_prefill(chunks, window=window, device=device, dtype=dtype, **shape)
 
 
-def test_a_tile_of_fp8_has_as_many_bytes():
-    tiles = [DecodeTiling.choose(n, 128, dtype).tile_tokens for dtype in (torch.uint8, torch.bfloat16) for n in (1, 64)]
-    assert tiles == [128, 128, 64, 64]
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("num_seqs", [1, 8, 256])
+def test_tiles_of_fp8_fit_into_shared_memory(head_size, num_seqs):
+    """All programs of a multiprocessor with their stages of keys, values and exponents, and what a warp multiplies."""
+    tiling, width = DecodeTiling.choose(num_seqs, head_size, torch.uint8), padded_head_size(head_size)
+    assert tiling.tile_tokens % 16 == 0
+    assert width >= 4 * tiling.num_warps
+    stored = tiling.programs_per_sm * (tiling.stages - 1) * tiling.tile_tokens * 2 * (width + 4)
+    assert stored <= 150 << 10
 
 
 @pytest.mark.long_form
@@ -200,9 +206,10 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
     """What the interpreter lets pass, the compiler may not. In a separate process, where Triton does not interpret."""
     script = """
         import torch, triton_for_sm90
-        from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
+        from ringcore.kernels.decode_scheduler import DecodeTileScheduler
+        from ringcore.kernels.decode_tiling import DecodeTiling
         from ringcore.kernels.kv_write import kv_write
-        from ringcore.kernels.page_layout import PageLayout
+        from ringcore.kernels.page_layout import PageLayout, padded_head_size
         from ringcore.kernels.paged_attention_decode import paged_attention_decode
         from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
         from ringcore.kernels.precompile import compile_variants, intercept_launches

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from paged_batch import FEATURED, FEATURED_NAMES, PagedBatch, assert_close
 
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.decode_tiling import DecodeTiling
 from ringcore.kernels.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.paged_attention_decode import paged_attention_decode
 from ringcore.kernels.paged_attention_reference import paged_attention_decode_reference

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
+from ringcore.kernels.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.decode_tiling import DecodeTiling
 from ringcore.kernels.prefix_tiling import MAX_SEQS, UNIT_ROWS, PrefixTiling
 from ringcore.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
 

@@ -16,7 +16,7 @@ from paged_batch import PagedBatch, assert_close
 from ringcore.errors import ConfigError
 from ringcore.kernels import span_agreement
 from ringcore.kernels.attention_spans import local_shift
-from ringcore.kernels.decode_scheduler import DecodeTiling
+from ringcore.kernels.decode_tiling import DecodeTiling
 from ringcore.kernels.page_layout import PageLayout
 from ringcore.kernels.paged_attention_decode import paged_attention_decode
 from ringcore.kernels.paged_attention_prefill import paged_attention_prefill

@@ -33,7 +33,8 @@ from ringcore.kernels.upload import upload_packed
 from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, HeadsSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
-    from ringcore.kernels.decode_scheduler import DecodeTileScheduler, DecodeTiling
+    from ringcore.kernels.decode_scheduler import DecodeTileScheduler
+    from ringcore.kernels.decode_tiling import DecodeTiling
     from ringcore.kernels.shared_prefixes import SharedPrefixes
 
 __all__ = ["TritonBackend"]
@@ -98,6 +99,7 @@ class TritonBackend(AttentionBackend):
         assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
         from ringcore.kernels import (
             decode_scheduler,
+            decode_tiling,
             kv_write,
             page_layout,
             paged_attention_decode,
@@ -111,7 +113,7 @@ class TritonBackend(AttentionBackend):
         self._gather_padded_kv, self._pad_prompts = prompt_padding.gather_padded_kv, prompt_padding.pad_prompts
         self._decode = paged_attention_decode.paged_attention_decode
         self._prefill = paged_attention_prefill.paged_attention_prefill
-        self._choose_tiling = decode_scheduler.DecodeTiling.choose
+        self._choose_tiling = decode_tiling.DecodeTiling.choose
         self._allocate_scheduler = decode_scheduler.DecodeTileScheduler.allocate
         self._choose_prefix_tiling = prefix_tiling.PrefixTiling.choose
         self._find_shared_prefixes = shared_prefixes.find_shared_prefixes
@@ -213,7 +215,8 @@ class TritonBackend(AttentionBackend):
         return max_query_len
 
     def _tiling_for(self, num_seqs: int, device: torch.device) -> DecodeTiling:
-        return self._choose_tiling(num_seqs, max(self.spec.head_size, self.spec.value_size), self.storage_dtype)
+        head_size, group = max(self.spec.head_size, self.spec.value_size), self.num_heads // self.spec.num_kv_heads
+        return self._choose_tiling(num_seqs, head_size, self.storage_dtype, group)
 
     def _tile_scheduler_for(self, num_seqs: int, device: torch.device) -> DecodeTileScheduler:
         spec, tiling = self.spec, self._tiling_for(num_seqs, device)

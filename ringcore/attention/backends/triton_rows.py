@@ -16,7 +16,7 @@ from ringcore.attention.spec import AttentionSpec
 from ringcore.kv_cache.spec import KVCacheSpec
 
 if TYPE_CHECKING:
-    from ringcore.kernels.decode_scheduler import DecodeTiling
+    from ringcore.kernels.decode_tiling import DecodeTiling
 
 __all__ = ["TritonRowsBackend"]
 
