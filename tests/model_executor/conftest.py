@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import interpreted_triton  # noqa: F401, before the kernels
 import pytest
 from tiny_checkpoints import hf_model
 

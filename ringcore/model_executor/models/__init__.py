@@ -13,6 +13,7 @@ from ringcore.families import FAMILIES
 from ringcore.host.collection import without_collection
 from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.linear_schemes.schemes import schemes_of
+from ringcore.model_executor.models.lean_imports import without_compiler
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,8 @@ def build_model(
             return native(spec, *given)
         case TransformersSpec():
             assert not arithmetic.is_batch_invariant, "refused with the options"
-            with without_collection():  # a fifth of the time else, most of it while transformers is imported
+            # Collection takes a fifth of the time else, most of it while transformers is imported.
+            with without_collection(), without_compiler():
                 from ringcore.model_executor.models.transformers import TransformersModel
 
                 return TransformersModel(spec, *given)
