@@ -20,7 +20,9 @@ __all__ = ["without_compiler"]
 
 _COMPILER = "torch._dynamo"
 _WRAPPED = f"{_COMPILER}._trace_wrapped_higher_order_op"
-_AVAILABLE = "is_torch_distributed_available"
+_CONTEXT = "TransformGetItemToIndex"  # of the second
+_DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
+_AVAILABLE = "is_torch_distributed_available"  # of transformers
 
 
 class _StandIn(ModuleType):
@@ -37,14 +39,9 @@ def _stand_ins() -> dict[str, ModuleType]:
     compiler, wrapped = _StandIn(_COMPILER), _StandIn(_WRAPPED)
     found = find_spec(_COMPILER)
     compiler.__path__ = list(found.submodule_search_locations or ()) if found is not None else []
-    for decorator in ("allow_in_graph", "assume_constant_result", "disable"):
-        setattr(compiler, decorator, _undecorated)
-
-    def context(*args: Any) -> Any:
-        return getattr(importlib.import_module(_WRAPPED), name)(*args)
-
-    name = "TransformGetItemToIndex"
-    setattr(wrapped, name, context)
+    for name in _DECORATORS:
+        setattr(compiler, name, _undecorated)
+    setattr(wrapped, _CONTEXT, lambda *args: getattr(importlib.import_module(_WRAPPED), _CONTEXT)(*args))
     return {_COMPILER: compiler, _WRAPPED: wrapped}
 
 
@@ -93,8 +90,8 @@ _LEAN = _LeanImports()
 def without_compiler() -> Iterator[None]:
     """Within it, modules of transformers are imported as said above, and stay so. For a process that neither compiles
     models nor lets transformers distribute them."""
-    _LEAN.begin()
     try:
+        _LEAN.begin()
         yield
     finally:
         _LEAN.end()

@@ -72,3 +72,19 @@ def test_two_threads_at_a_time():
         print("torch._dynamo" in sys.modules)
     """)
     assert found == ["True", "False"]
+
+
+def test_without_transformers():
+    found = run("""
+        import sys
+        from ringcore.model_executor.models.lean_imports import without_compiler
+
+        sys.modules["transformers"] = None
+        for _ in range(2):
+            try:
+                with without_compiler():
+                    print("not reached")
+            except ImportError:
+                print("torch._dynamo" in sys.modules)
+    """)
+    assert found == ["False", "False"]
