@@ -17,6 +17,7 @@ from typing import Any
 
 from ringcore.executor.stack_thread import arm_stack_dumps
 from ringcore.host.log_forwarding import forward_logs
+from ringcore.host.own_process import mark_own_process
 
 __all__ = ["NEXT_PARENT", "NEXT_PID", "PARENT_DEATH", "STACKS", "run"]
 
@@ -35,6 +36,7 @@ def run(header: Mapping[str, Any], payload: bytes) -> None:
     already set).
     """
     fds: dict[str, int] = dict(header["fds"])
+    mark_own_process()
     arm_stack_dumps(fds[STACKS])  # before any other thread starts
     _die_with_parent(fds[PARENT_DEATH], header["parent_pid"], fds.get(NEXT_PARENT))
     # The terminal sends Ctrl-C to the whole process group, but only the process that the user started decides.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, assert_never
 
 from ringcore.checkpoint import ModelSpec, TransformersSpec
@@ -11,6 +12,7 @@ from ringcore.checkpoint.mtp_head import AnyHeadSpec, MtpHeadSpec
 from ringcore.distributed.parallel import ONLY_STAGE
 from ringcore.families import FAMILIES
 from ringcore.host.collection import without_collection
+from ringcore.host.own_process import is_own_process
 from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.linear_schemes.schemes import schemes_of
 from ringcore.model_executor.models.lean_imports import without_compiler
@@ -48,7 +50,7 @@ def build_model(
         case TransformersSpec():
             assert not arithmetic.is_batch_invariant, "refused with the options"
             # Collection takes a fifth of the time else, most of it while transformers is imported.
-            with without_collection(), without_compiler():
+            with without_collection(), without_compiler() if is_own_process() else nullcontext():
                 from ringcore.model_executor.models.transformers import TransformersModel
 
                 return TransformersModel(spec, *given)

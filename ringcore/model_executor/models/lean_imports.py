@@ -88,8 +88,8 @@ _LEAN = _LeanImports()
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Within it, modules of transformers are imported as said above, and stay so. For a process that neither compiles
-    models nor lets transformers distribute them."""
+    """Within it, modules of transformers are imported as said above, and stay so: they go on without DTensor. For a
+    process where nothing else is done with them."""
     try:
         _LEAN.begin()
         yield

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 
 def run(script):
     """Prints of a fresh process, where nothing is imported yet."""
@@ -72,6 +74,28 @@ def test_two_threads_at_a_time():
         print("torch._dynamo" in sys.modules)
     """)
     assert found == ["True", "False"]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_it_is_for_processes_of_the_engine(checkpoint, is_own):
+    """In an application's own process transformers is imported as it always is."""
+    _, folder = checkpoint("Llama")
+    found = run(f"""
+        import sys, torch
+        from ringcore.checkpoint import find_model
+        from ringcore.checkpoint.spec_reader import read_model_spec
+        from ringcore.distributed.parallel import SingleRank
+        from ringcore.families import FAMILIES
+        from ringcore.host.own_process import mark_own_process
+        from ringcore.model_executor.models import build_model
+
+        spec = read_model_spec(find_model({str(folder)!r}), FAMILIES, "transformers")
+        if {is_own}:
+            mark_own_process()
+        build_model(spec, SingleRank(), torch.float32, 64)
+        print("torch._dynamo" in sys.modules, "torch.distributed.tensor" in sys.modules)
+    """)
+    assert found == ["False False" if is_own else "True True"]
 
 
 def test_without_transformers():
