@@ -93,6 +93,14 @@ class PackedWeight:
         in_groups = self.scales.shape[1] == 1 or (self.group_size % chunk == 0 and self.group_offset % chunk == 0)
         return self.form != NIBBLES_E2M1 and self.index is None and are_words and in_groups
 
+    def shared_scale_bytes(self, num_outputs: int) -> int:
+        """Of the row of scales that so many outputs share, from a multiple on; 0 where they have several, or where a
+        bulk copy, of aligned 16 bytes, does not take it."""
+        scales = self.scales
+        row_bytes = scales.shape[1] * scales.element_size()
+        is_aligned = scales.is_contiguous() and scales.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+        return row_bytes if is_aligned and self.scale_run % num_outputs == 0 else 0
+
     def has_whole_runs(self, block_inputs: int) -> bool:
         """Whether a block of so many inputs is of whole words, each with its four numbers."""
         return block_inputs % (4 * self.run) == 0

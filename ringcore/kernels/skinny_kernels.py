@@ -17,7 +17,7 @@ from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.reductions import add2, add3
 from ringcore.kernels.scaled_dot import scaled_dot
 from ringcore.kernels.tile_load import load_tile
-from ringcore.kernels.weight_groups import entries_of_row, has_quads, scale_rows, shares_scales
+from ringcore.kernels.weight_groups import entries_of_row, has_quads, scale_rows
 from ringcore.kernels.weight_tiles import packed_dot
 
 __all__ = ["TRIGGER_FIRST", "TRIGGER_LATE", "dot_kernel", "fma_kernel"]
@@ -185,6 +185,7 @@ def dot_kernel(
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
     prefetched_inputs: tl.constexpr,  # inputs of each weight row that are prefetched to L2 before the wait
+    scale_bytes: tl.constexpr,  # likewise, of the row of scales that the outputs of a tile share; 0: they do not
     threads: tl.constexpr,  # block_outputs or more
     pdl: tl.constexpr,
     row_group: tl.constexpr,  # inputs that share a scale of x; 0: x is not rounded
@@ -224,10 +225,10 @@ def dot_kernel(
             prefetch_l2(prefetched, in_bounds, prefetched_bytes)
             if is_gated:
                 prefetch_l2(prefetched + num_outputs.to(tl.int64) * row_stride, in_bounds, prefetched_bytes)
-        if shares_scales(layout, block_outputs):  # each half of a gated tile
-            half = tl.arange(0, threads)
+        if scale_bytes > 0:
+            half = tl.arange(0, threads)  # of a gated tile
             of_half = scale_rows(tl.program_id(1) * block_outputs + half * num_outputs, layout)
-            prefetch_l2(packed[0] + of_half * packed[4], half < (2 if is_gated else 1), 4 * layout[1])
+            prefetch_l2(packed[0] + of_half * packed[4], half < (2 if is_gated else 1), scale_bytes)
         gdc_wait()
     total = tl.zeros([block_weights, block_rows], tl.float32)
     for segment in tl.static_range(segments):

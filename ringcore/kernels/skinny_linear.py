@@ -213,7 +213,6 @@ def _launch_dot(
     block_rows = max(config.least_rows, triton.next_power_of_2(min(num_rows, config.block_rows)))
     block_outputs = config.block_weights // 2 if options["is_gated"] else config.block_weights
     assert 1 <= num_rows <= MAX_ROW_BLOCKS * config.block_rows or config.splits == 1, (num_rows, config)
-    assert config.splits == 1 or config.segments == 1, config
     assert _MIN_BLOCK_OUTPUTS <= block_outputs <= 32 * config.num_warps, config
     output_tiles, row_tiles = triton.cdiv(num_outputs, block_outputs), triton.cdiv(num_rows, block_rows)
     partials = out
@@ -239,6 +238,7 @@ def _launch_dot(
         segments=config.segments,
         num_stages=config.num_stages,
         prefetched_inputs=num_prefetched_inputs(weight, config, row_group > 0),
+        scale_bytes=weight.shared_scale_bytes(block_outputs) if isinstance(weight, PackedWeight) else 0,
         threads=32 * config.num_warps,
         pdl=TRIGGER_FIRST if supports_pdl(rows.device) else 0,
         is_whole=num_inputs % config.block_inputs == 0,

@@ -41,5 +41,8 @@ class DotConfig:
     least_rows: int = 16  # and at least, of which some may be padding
     segments: int = 1  # of the inputs, which one program sums as so many splits would; without splits
 
+    def __post_init__(self) -> None:
+        assert 1 in (self.splits, self.segments), self
+
 
 Config = FmaConfig | PackedFmaConfig | DotConfig

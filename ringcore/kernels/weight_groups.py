@@ -24,7 +24,6 @@ __all__ = [
     "moved_scales",
     "scale_rows",
     "scales_of",
-    "shares_scales",
     "zeros_in",
     "zeros_of",
 ]
@@ -59,12 +58,6 @@ def are_compact(layout, block_inputs):
     _, _, size, offset, _, _, has_index = layout[:7]
     is_whole = not has_index and offset == 0 and block_inputs % size == 0
     return has_one_group(layout, block_inputs) or (is_whole and (not has_quads(layout) or are_alike(layout)))
-
-
-@triton.constexpr_function
-def shares_scales(layout, num_outputs):
-    """Whether so many outputs, from a multiple on, have one row of float32 scales, of whole 16 bytes."""
-    return layout[0] != DENSE and layout[9] % num_outputs == 0 and layout[1] % 4 == 0
 
 
 @triton.jit

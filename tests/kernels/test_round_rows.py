@@ -134,6 +134,17 @@ def test_fp8_gated_and_added(device, num_rows):
         torch.testing.assert_close(total, expected, rtol=2e-3, atol=2e-3)
 
 
+def test_scales_that_a_bulk_copy_takes():
+    weight, _ = fp8_weight(256, 512, 128, torch.device("cpu"), 64)
+    assert [weight.shared_scale_bytes(count) for count in (32, 64, 128)] == [16, 16, 0]
+    apart = torch.zeros(4, 5)[:, :4]  # rows of 20 bytes
+    few = replace(weight, scales=weight.scales[:, :3].contiguous())  # of 12 bytes
+    for other in (replace(weight, scales=apart), replace(weight, scales=torch.zeros(17)[1:].view(4, 4)), few):
+        assert other.shared_scale_bytes(64) == 0
+    weight, _ = fp8_weight(256, 512, 128, torch.device("cpu"))
+    assert weight.shared_scale_bytes(64) == 0
+
+
 @pytest.mark.parametrize("num_outputs", [128, 384])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_outputs_of_a_block_share_a_row_of_scales(device, num_outputs, activation):
