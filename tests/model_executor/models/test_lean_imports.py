@@ -5,8 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 
 import pytest
+import torch
+
+from ringcore.checkpoint import find_model
+from ringcore.checkpoint.spec_reader import read_model_spec
+from ringcore.distributed.parallel import SingleRank
+from ringcore.families import FAMILIES
+from ringcore.model_executor import models
 
 
 def run(script):
@@ -38,24 +46,26 @@ def test_neither_is_imported_and_both_work_afterwards():
     assert found == ["[]", "True", "True", "[2, 0]", "2", "module"]
 
 
-def test_what_is_asked_for_meanwhile_is_the_module_itself():
+def test_how_long_the_stand_ins_stay():
+    """While one of two threads is at it; not where transformers cannot be imported; and until one is asked for what it
+    does not have, which it is the module itself that gives."""
     found = run("""
-        import sys, torch
+        import sys, threading, types
+        import torch
         from ringcore.model_executor.models.lean_imports import without_compiler
 
-        with without_compiler():
-            print(type(sys.modules["torch._dynamo"]).__name__, hasattr(sys.modules["torch._dynamo"], "__file__"))
-            print(torch._dynamo.reset.__module__)
-        print(type(sys.modules["torch._dynamo"]).__name__)
-    """)
-    assert found == ["_StandIn False", "torch._dynamo", "module"]
+        def kind():
+            return type(sys.modules.get("torch._dynamo")).__name__
 
-
-def test_two_threads_at_a_time():
-    found = run("""
-        import sys, threading
-        from ringcore.model_executor.models.lean_imports import without_compiler
-
+        sys.modules["transformers"] = None
+        for _ in range(2):
+            try:
+                with without_compiler():
+                    print("not reached")
+            except ImportError:
+                print(kind())
+        for name in ("transformers", "transformers.utils", "transformers.utils.import_utils"):
+            sys.modules[name] = types.SimpleNamespace(is_torch_distributed_available=None)
         begun, ended = threading.Event(), threading.Event()
 
         def other():
@@ -67,48 +77,33 @@ def test_two_threads_at_a_time():
         thread.start()
         begun.wait()
         with without_compiler():
-            import transformers.masking_utils
-        print("torch._dynamo" in sys.modules)
+            pass
+        print(kind())
         ended.set()
         thread.join()
-        print("torch._dynamo" in sys.modules)
+        print(kind())
+        with without_compiler():
+            print(hasattr(sys.modules["torch._dynamo"], "__file__"), kind())
+            print(torch._dynamo.reset.__module__, kind())
+        print(kind())
     """)
-    assert found == ["True", "False"]
+    threads, asked = ["_StandIn", "NoneType"], ["False _StandIn", "torch._dynamo module"]
+    assert found == ["NoneType", "NoneType", *threads, *asked, "module"]
 
 
 @pytest.mark.parametrize("is_own", [False, True])
-def test_it_is_for_processes_of_the_engine(checkpoint, is_own):
+def test_they_are_for_processes_of_the_engine(checkpoint, monkeypatch, is_own):
     """In an application's own process transformers is imported as it always is."""
     _, folder = checkpoint("Llama")
-    found = run(f"""
-        import sys, torch
-        from ringcore.checkpoint import find_model
-        from ringcore.checkpoint.spec_reader import read_model_spec
-        from ringcore.distributed.parallel import SingleRank
-        from ringcore.families import FAMILIES
-        from ringcore.host.own_process import mark_own_process
-        from ringcore.model_executor.models import build_model
+    entered = []
 
-        spec = read_model_spec(find_model({str(folder)!r}), FAMILIES, "transformers")
-        if {is_own}:
-            mark_own_process()
-        build_model(spec, SingleRank(), torch.float32, 64)
-        print("torch._dynamo" in sys.modules, "torch.distributed.tensor" in sys.modules)
-    """)
-    assert found == ["False False" if is_own else "True True"]
+    @contextmanager
+    def noted():
+        entered.append(True)
+        yield
 
-
-def test_without_transformers():
-    found = run("""
-        import sys
-        from ringcore.model_executor.models.lean_imports import without_compiler
-
-        sys.modules["transformers"] = None
-        for _ in range(2):
-            try:
-                with without_compiler():
-                    print("not reached")
-            except ImportError:
-                print("torch._dynamo" in sys.modules)
-    """)
-    assert found == ["False", "False"]
+    monkeypatch.setattr(models, "without_compiler", noted)
+    monkeypatch.setattr(models, "is_own_process", lambda: is_own)
+    spec = read_model_spec(find_model(folder), FAMILIES, "transformers")
+    models.build_model(spec, SingleRank(), torch.float32, 64)
+    assert entered == [True] * is_own
