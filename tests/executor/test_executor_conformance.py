@@ -174,7 +174,7 @@ def test_read_only_methods(executor):
 
 def test_health_counts_calls(executor):
     executor.collective_rpc("echo")
-    (before,) = executor.health()
+    before = _idle(executor)
     executor.execute_model(step(1)).result()
     executor.collective_rpc("echo")
     after = _idle(executor)
