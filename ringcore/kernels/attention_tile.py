@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.fp8_kv import expand_codes, load_exponents, multiplies_codes, power_of_2, weighted_codes
+from ringcore.kernels.row_dot import are_few, dot_of_rows, load_factor
 
 __all__ = ["MASK_VALUE", "attend_tile", "score_factors", "sink_share", "tile_blocks", "token_offsets"]
 
@@ -111,22 +112,24 @@ def attend_tile(
         keys = tl.load(source)
     else:
         keys = tl.load(source, mask=dim < head_size, other=0)
+    num_rows: tl.constexpr = query.shape[0]
     if not by_codes:
-        if v_width == v_head_size:
-            values = tl.load(v_source + value_offset)
-        else:
-            values = tl.load(v_source + value_offset, mask=v_dim < v_head_size, other=0)
+        values = load_factor(v_source + value_offset, None if v_width == v_head_size else v_dim < v_head_size, num_rows)
     if exponent_offset > 0:
         key_exponents, value_exponents = load_exponents(pages + exponent_offset + page + offsets, block_size)
+    no_scores = tl.zeros([num_rows, tile_tokens], tl.float32)
     if by_codes:
-        scores = tl.dot(query.to(tl.float16), tl.trans(expand_codes(keys, tl.float16)))
+        keys = expand_codes(keys, tl.float16)
+        scores = dot_of_rows(query.to(tl.float16), keys if are_few(num_rows) else tl.trans(keys), no_scores)
         scores *= (power_of_2(key_exponents) * scale_log2)[None, :]
         scale_log2 = 1.0
     else:
         if exponent_offset > 0:
             keys = (expand_codes(keys, tl.float32) * power_of_2(key_exponents)[:, None]).to(query.dtype)
-            values = (expand_codes(values, tl.float32) * power_of_2(value_exponents)[:, None]).to(query.dtype)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+            factors = power_of_2(value_exponents)
+            factors = factors[None, :] if are_few(num_rows) else factors[:, None]
+            values = (expand_codes(values, tl.float32) * factors).to(query.dtype)
+        scores = dot_of_rows(query, keys if are_few(num_rows) else tl.trans(keys), no_scores)
     if softcap_log2 is not None:  # cap * tanh(score / cap): tanh(x) = 1 - 2 / (1 + exp(2 x)), which overflows to 1
         scores = softcap_log2 - 2.0 * softcap_log2 / (1.0 + tl.exp2(scores * scale_log2))
     if masked:
@@ -159,7 +162,7 @@ def attend_tile(
         tokens = pages + value_offset + page + offsets * token_stride
         acc = acc * rescale[:, None] + weighted_codes(weights, tokens, v_head_size, v_width) * power_of_2(largest)
     else:
-        acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
+        acc = dot_of_rows(weights.to(values.dtype), values, acc * rescale[:, None])
     return new_max, row_sum, acc
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.code_expansion import has_packed_math
+from ringcore.kernels.row_dot import dot_of_rows, load_factor
 
 __all__ = [
     "dims_of_columns",
@@ -117,24 +118,19 @@ def weighted_codes(weights, tokens, head_size: tl.constexpr, width: tl.constexpr
     """weights [rows, n] float16 @ codes [n, width], with columns as in `dims_of_columns`. tokens: [n] pointers to each
     token's first of `head_size` codes.
 
-    A tensor core of few rows takes two tokens of a column in one register, and in shared memory the neighbours of a
-    code are of its token. So of a wide head words of four codes are read, a quarter of the reads, and multiplied as
-    four products, each of every fourth column. They stay in this order: to interleave them would be a way through
-    shared memory for each tile. A narrow head would have too few columns for it all.
+    A tensor core takes two tokens of a column in one register, and in shared memory the neighbours of a code are of its
+    token. So of a wide head words of two codes are read, half the reads, and multiplied as two products, each of every
+    second column. They stay in this order: to interleave them would be a way through shared memory for each tile. A
+    narrow head would have too few columns for it all.
     """
+    rows: tl.constexpr = weights.shape[0]
     if width < _WIDE:
         dim = tl.arange(0, width)[None, :]
-        if width == head_size:
-            codes = tl.load(tokens[:, None] + dim)
-        else:
-            codes = tl.load(tokens[:, None] + dim, mask=dim < head_size, other=0)
-        return tl.dot(weights, expand_codes(codes, tl.float16))
+        codes = load_factor(tokens[:, None] + dim, None if width == head_size else dim < head_size, rows)
+        return dot_of_rows(weights, expand_codes(codes, tl.float16), tl.zeros([rows, width], tl.float32))
     pair = tl.arange(0, width // 2)[None, :]
     source = tokens.to(tl.pointer_type(tl.int16))[:, None] + pair
-    if width == head_size:
-        pairs = tl.load(source)
-    else:
-        pairs = tl.load(source, mask=pair < head_size // 2, other=0)
-    even, odd = expand_pairs(pairs)
-    products = tl.join(tl.dot(weights, even), tl.dot(weights, odd))  # [rows, width // 2, 2]
-    return products.permute(0, 2, 1).reshape(weights.shape[0], width)
+    even, odd = expand_pairs(load_factor(source, None if width == head_size else pair < head_size // 2, rows))
+    zeros = tl.zeros([rows, width // 2], tl.float32)
+    products = tl.join(dot_of_rows(weights, even, zeros), dot_of_rows(weights, odd, zeros))  # [rows, width // 2, 2]
+    return products.permute(0, 2, 1).reshape(rows, width)

@@ -160,7 +160,7 @@ def span_tiling(num_seqs: int, head_size: int, dtype: torch.dtype, rows: int) ->
     with its warps, and take two thirds of the shared memory."""
     width = padded_head_size(head_size)
     tile_tokens = span_tile_tokens(width, dtype.itemsize)
-    tiling = DecodeTiling.choose(num_seqs, head_size, dtype)._replace(tile_tokens=tile_tokens, rows=rows)
+    tiling = DecodeTiling.choose(num_seqs, head_size, dtype, rows=rows)._replace(tile_tokens=tile_tokens)
     return tiling if rows < 64 else tiling._replace(num_warps=span_warps(width), programs_per_sm=1, stages=4)
 
 

@@ -216,7 +216,7 @@ class TritonBackend(AttentionBackend):
 
     def _tiling_for(self, num_seqs: int, device: torch.device) -> DecodeTiling:
         head_size, group = max(self.spec.head_size, self.spec.value_size), self.num_heads // self.spec.num_kv_heads
-        return self._choose_tiling(num_seqs, head_size, self.storage_dtype, group)
+        return self._choose_tiling(num_seqs, head_size, self.storage_dtype, group=group)
 
     def _tile_scheduler_for(self, num_seqs: int, device: torch.device) -> DecodeTileScheduler:
         spec, tiling = self.spec, self._tiling_for(num_seqs, device)
