@@ -16,20 +16,16 @@ from triton import knobs
 from triton.language.target_info import cuda_capability_geq
 
 __all__ = [
-    "RAISED",
     "e2m1_quad",
     "fp8_numbers",
     "fp8_quad",
     "has_packed_math",
     "integer_quad",
-    "raised_quad",
     "scaled",
     "wide_e2m1_quad",
     "wide_integer_quad",
     "wide_integers",
 ]
-
-RAISED = tl.constexpr(1024)  # of `raised_quad`
 
 _FOUR_OF_ONE = tl.constexpr("=&r,=&r,=&r,=&r,r")
 _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
@@ -109,39 +105,6 @@ def integer_quad(words, zeros, dtype: tl.constexpr, zero: tl.constexpr):
         b = (((wide << 12) & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True) - offset
         c = (((wide << 8) & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True) - offset
         d = (((wide << 4) & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True) - offset
-    return a, b, c, d
-
-
-@triton.constexpr_function
-def _raised():
-    """Of two words $8: their nibbles plus 1024 as float32s, those of a word after those of the other."""
-    lines = ["{ .reg .b32 moved, pair; .reg .f16 first, second;"]
-    for i in range(4):
-        source = "$8" if i == 0 else "moved"
-        if i > 0:
-            lines.append(f"shr.u32 moved, $8, {4 * i};")
-        lines.append(f"lop3.b32 pair, {source}, 0x000f000f, 0x64006400, 0xea; mov.b32 {{first, second}}, pair;")
-        lines.append(f"cvt.f32.f16 ${2 * i}, first; cvt.f32.f16 ${2 * i + 1}, second;")
-    return "\n".join([*lines, "}"])
-
-
-_EIGHT_OF_ONE = tl.constexpr("=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r")
-
-
-@triton.jit
-def raised_quad(words):
-    """words: [n, m] int16 -> the numbers of their nibbles from the lowest on, plus `RAISED`: four [n, m] float32."""
-    if has_packed_math():
-        a, b, c, d = tl.inline_asm_elementwise(
-            _raised(), _EIGHT_OF_ONE, [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 2
-        )
-    else:
-        # float32s with the exponent of 1024: its bits of 1 and up are 13 and up.
-        wide = words.to(tl.int32)
-        a = (((wide << 13) & 0x1E000) | 0x44800000).to(tl.float32, bitcast=True)
-        b = (((wide << 9) & 0x1E000) | 0x44800000).to(tl.float32, bitcast=True)
-        c = (((wide << 5) & 0x1E000) | 0x44800000).to(tl.float32, bitcast=True)
-        d = (((wide << 1) & 0x1E000) | 0x44800000).to(tl.float32, bitcast=True)
     return a, b, c, d
 
 

@@ -1,4 +1,8 @@
-"""A row of x as `packed_fma_kernel` keeps it in registers: float32 tiles that match those of a weight's words.
+"""A row of x as `packed_fma_kernel` keeps it in registers: tiles that match those of a weight's words.
+
+Products with 16-bit weights' dtypes are of float16s, two in an instruction, and in half the registers: four of a word
+are added in float16, then in float32. A float16 has three bits of mantissa more than a bfloat16; for its range, inputs
+are multiplied by a power of 2 such that the largest of a chunk is as large as its products may be.
 
 layout: as of `weight_tiles.tile_arguments`. A chunk is the inputs of 16 bytes of codes, which one thread has.
 """
@@ -8,14 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ringcore.kernels.fp8_kv import power_of_2
+from ringcore.kernels.half_products import NIBBLE_UNITS
 from ringcore.kernels.packed_weight import BYTE_CHUNK, NIBBLE_CHUNK
 from ringcore.kernels.round_rows import LARGEST, LEAST_SCALE
 from ringcore.kernels.weight_groups import has_quads
 from ringcore.kernels.weight_loads import spread_columns
 
-__all__ = ["chunk_inputs", "chunk_sums", "load_row", "sums_of_chunks"]
+__all__ = ["chunk_inputs", "has_offset", "load_row", "sums_of_chunks"]
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
+_BY_CODES = tl.constexpr(2.0**-4)  # inputs that are codes of e4m3, exactly
+# An input is below 2^(n + 1): four products of e4m3 or of bytes are below 65504, and so are nibbles, of their units.
+_BYTE_EXPONENT, _NIBBLE_EXPONENT = 4, 14
 
 
 @triton.constexpr_function
@@ -48,6 +57,12 @@ def _load_in_bounds(row, inputs, num_inputs: tl.constexpr):
     return tl.load(row + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32)
 
 
+@triton.constexpr_function
+def has_offset(layout):
+    """Whether what is multiplied is more than the numbers, by their zero."""
+    return layout[4] != 0 or layout[5]
+
+
 @triton.jit
 def load_row(
     x,
@@ -56,10 +71,16 @@ def load_row(
     block_inputs: tl.constexpr,
     has_norm: tl.constexpr,
     row_group: tl.constexpr,
+    is_exact: tl.constexpr,
     layout: tl.constexpr,
 ):
-    """A row [num_inputs] as tuples of tiles [1, m] that match those of the numbers, times the gain and rounded to FP8
-    if it is to be; and the sum of its squares. x: a pointer to it; or to each of n rows, [n, 1], without a norm."""
+    """A row [num_inputs], times the gain and rounded to FP8 if it is to be: (tiles, sums, factors), and the sum of its
+    squares. x: a pointer to it; or to each of n rows, [n, 1], without a norm.
+
+    Of each block of inputs: four tiles [1, m] that match those of the numbers, float32 where is_exact, else float16;
+    the sums of its chunks [1, chunks] where there is an offset; and unless is_exact the chunks' factors, by which sums
+    of products are less than meant.
+    """
     tiles = ()
     squares = tl.zeros([1, block_inputs // 4], tl.float32)
     for at in tl.static_range(0, num_inputs, block_inputs):
@@ -71,14 +92,95 @@ def load_row(
                 tiles += (of_block[part] * gains[part],)
         else:
             tiles += of_block
+    scales = ()
     if row_group > 0:
-        tiles = _rounded(tiles, num_inputs, block_inputs, row_group)
-    return tiles, tl.sum(squares, 1)
+        tiles, scales = _rounded(tiles, num_inputs, block_inputs, row_group, layout)
+    found = ()
+    sums = ()
+    factors = ()
+    for block in tl.static_range(len(tiles) // 4):
+        quad = tiles[4 * block], tiles[4 * block + 1], tiles[4 * block + 2], tiles[4 * block + 3]
+        if is_exact:
+            if row_group > 0:
+                numbers = quad[0].to(tl.float32), quad[1].to(tl.float32), quad[2].to(tl.float32), quad[3].to(tl.float32)
+                quad = _times(numbers, _of_columns(scales[block], block_inputs))
+        else:
+            if row_group > 0:
+                quad, of_chunks = _times(quad, _BY_CODES), scales[block] * (1.0 / _BY_CODES)
+            else:
+                quad, of_chunks = _halves(quad, layout)
+            factors += (of_chunks,)
+        if has_offset(layout):
+            sums += (sums_of_chunks(_sum(quad, layout), chunk_inputs(layout) // 4),)
+        found += quad
+    return (found, sums, factors), tl.sum(squares, 1)
 
 
 @triton.jit
-def _rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_group: tl.constexpr):
-    """Codes times their scales. A norm's factor, which is not in them yet, does not change codes."""
+def _times(quad, factors):
+    return quad[0] * factors, quad[1] * factors, quad[2] * factors, quad[3] * factors
+
+
+@triton.jit
+def _of_columns(of_chunks, block_inputs: tl.constexpr):
+    """[n, chunks] -> [n, m], of the words of a block."""
+    count: tl.constexpr = of_chunks.shape[1]
+    shape: tl.constexpr = [of_chunks.shape[0], count, block_inputs // 4 // count]
+    return tl.reshape(tl.broadcast_to(of_chunks[:, :, None], shape), [of_chunks.shape[0], block_inputs // 4])
+
+
+@triton.constexpr_function
+def _exponent(layout):
+    return _NIBBLE_EXPONENT if has_quads(layout) else _BYTE_EXPONENT
+
+
+@triton.constexpr_function
+def _unit(layout, part):
+    """Of the numbers of `packed_gemv`."""
+    return NIBBLE_UNITS[part] if has_quads(layout) else 1.0
+
+
+@triton.jit
+def _to_halves(quad, layout: tl.constexpr):
+    """float32, of inputs less than 2^(`_exponent` + 1)."""
+    second: tl.constexpr = _unit(layout, 0) / _unit(layout, 1)
+    return (
+        quad[0].to(tl.float16),
+        (quad[1] * second).to(tl.float16),
+        quad[2].to(tl.float16),
+        (quad[3] * second).to(tl.float16),
+    )
+
+
+@triton.jit
+def _halves(quad, layout: tl.constexpr):
+    """Tiles [n, m] of a block in float16, times powers of 2; and the factors of chunks, [n, chunks]."""
+    size: tl.constexpr = chunk_inputs(layout) // 4
+    shape: tl.constexpr = [quad[0].shape[0], quad[0].shape[1] // size, size]
+    largest = tl.maximum(tl.maximum(tl.abs(quad[0]), tl.abs(quad[1])), tl.maximum(tl.abs(quad[2]), tl.abs(quad[3])))
+    largest = tl.max(tl.reshape(largest, shape), 2)
+    least: tl.constexpr = _exponent(layout)  # below 2^(least - 127) inputs are not exact
+    exponents = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, least)
+    by = _of_columns(power_of_2(254 + least - exponents), quad[0].shape[1] * 4)
+    return _to_halves(_times(quad, by), layout), power_of_2(exponents - least) * (1.0 / _unit(layout, 0))
+
+
+@triton.jit
+def _sum(quad, layout: tl.constexpr):
+    """What the products with a word of ones add up to."""
+    first = quad[0].to(tl.float32) + quad[2].to(tl.float32)
+    second = quad[1].to(tl.float32) + quad[3].to(tl.float32)
+    if quad[0].dtype == tl.float16:
+        first, second = first * _unit(layout, 0), second * _unit(layout, 1)
+    return first + second
+
+
+@triton.jit
+def _rounded(
+    tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_group: tl.constexpr, layout: tl.constexpr
+):
+    """(the numbers of codes in float16, the scales of each block's chunks [n, chunks]). A norm's factor, which is not
+    in them yet, does not change codes."""
     by_row: tl.constexpr = row_group == num_inputs
     size: tl.constexpr = block_inputs if by_row else row_group
     num_rows: tl.constexpr = tiles[0].shape[0]
@@ -93,26 +195,20 @@ def _rounded(tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_gr
         scale = all_scales[0]
         for block in tl.static_range(1, len(all_scales)):
             scale = tl.maximum(scale, all_scales[block])
+    count: tl.constexpr = block_inputs // chunk_inputs(layout)
     found = ()
+    of_chunks = ()
     for tile in tl.static_range(len(tiles)):
         of_groups = scale if by_row else all_scales[tile // 4]
         codes = (tl.reshape(tiles[tile], shape) * (1.0 / of_groups)).to(tl.float8e4nv)
-        rounded = codes.to(tl.float16).to(tl.float32) * of_groups
-        found += (tl.reshape(rounded, [num_rows, block_inputs // 4]),)
-    return found
+        found += (tl.reshape(codes.to(tl.float16), [num_rows, block_inputs // 4]),)
+        if tile % 4 == 0:
+            spread = tl.broadcast_to(of_groups, [num_rows, shape[1], count // shape[1]])
+            of_chunks += (tl.reshape(spread, [num_rows, count]),)
+    return found, of_chunks
 
 
 @triton.jit
 def sums_of_chunks(products, size: tl.constexpr):
     """[n, m] -> [n, m / size]."""
     return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // size, size]), 2)
-
-
-@triton.jit
-def chunk_sums(tiles, layout: tl.constexpr):
-    """Of `load_row`'s tiles: a tuple of [n, chunks], of each block of inputs."""
-    found = ()
-    for block in tl.static_range(0, len(tiles), 4):
-        total = tiles[block] + tiles[block + 1] + tiles[block + 2] + tiles[block + 3]
-        found += (sums_of_chunks(total, chunk_inputs(layout) // 4),)
-    return found

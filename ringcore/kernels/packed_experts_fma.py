@@ -16,8 +16,8 @@ import triton.language as tl
 from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, ExpertWeight, Routing
-from ringcore.kernels.fma_row import chunk_sums, load_row
-from ringcore.kernels.packed_gemv import chunk_products, has_offset, load_outputs
+from ringcore.kernels.fma_row import load_row
+from ringcore.kernels.packed_gemv import chunk_products, load_outputs
 from ringcore.kernels.packed_weight import NIBBLE_CHUNK, PackedWeight
 from ringcore.kernels.skinny_times import NUM_SMS
 from ringcore.kernels.weight_tiles import tile_arguments
@@ -76,11 +76,7 @@ def packed_expert_gate_kernel(
         loaded = _load_gate(
             weight, packed, base, outputs, num_outputs, num_inputs, block_inputs, is_interleaved, layout
         )
-        row, squares = load_row(x, gain, num_inputs, block_inputs, has_norm, row_group, layout)
-        if has_offset(layout, is_exact):
-            sums = chunk_sums(row, layout)
-        else:
-            sums = ()
+        row, squares = load_row(x, gain, num_inputs, block_inputs, has_norm, row_group, is_exact, layout)
         factor = tl.rsqrt(squares / num_inputs + eps)
         for tile in tl.range(tl.program_id(0), num_tiles, step):
             outputs = tile * block_outputs + index
@@ -89,9 +85,9 @@ def packed_expert_gate_kernel(
                 num_outputs, num_inputs, block_inputs, is_interleaved, layout,
             )  # fmt: skip
             of_gate, of_up = _gate_rows(base, outputs, num_outputs, is_interleaved)
-            gate = chunk_products(loaded, 0, row, sums, packed, of_gate, num_inputs, block_inputs, is_exact, layout)
+            gate = chunk_products(loaded, 0, row, packed, of_gate, num_inputs, block_inputs, is_exact, layout)
             up = chunk_products(
-                loaded, len(loaded) // 2, row, sums, packed, of_up, num_inputs, block_inputs, is_exact, layout
+                loaded, len(loaded) // 2, row, packed, of_up, num_inputs, block_inputs, is_exact, layout
             )
             gate, up = tl.sum(gate, 1), tl.sum(up, 1)
             if has_norm:
@@ -198,20 +194,16 @@ def packed_expert_down_kernel(
     loaded = _load_down(weight, packed, bases, begin, num_outputs, num_inputs, block_inputs, block_outputs, layout)
     if pdl:
         gdc_wait()
-    tiles, _ = load_row(
-        rows + (in_bounds * num_inputs)[:, None], rows, num_inputs, block_inputs, False, row_group, layout
+    row, _ = load_row(
+        rows + (in_bounds * num_inputs)[:, None], rows, num_inputs, block_inputs, False, row_group, is_exact, layout
     )
-    if has_offset(layout, is_exact):
-        sums = chunk_sums(tiles, layout)
-    else:
-        sums = ()
     for at in tl.range(begin, num_outputs, step):
         following = _load_down(
             weight, packed, bases, at + step, num_outputs, num_inputs, block_inputs, block_outputs, layout
         )
         for i in tl.static_range(block_outputs):
             output = tl.minimum(at + i, num_outputs - 1)
-            inputs = tiles, sums, packed, bases + output
+            inputs = row, packed, bases + output
             products = chunk_products(
                 loaded, i * (len(loaded) // block_outputs), *inputs, num_inputs, block_inputs, is_exact, layout
             )

@@ -1,12 +1,13 @@
 """The kernel of `skinny_linear` for one or two rows and quantized weights: FMA sums of codes, scaled chunk by chunk.
 
 Tensor cores would multiply a tile that is mostly empty, and wait for a norm or a rounding by another kernel. Here codes
-become float32 in two or three instructions (`code_expansion`), from words of four: bytes, or nibbles. Scales and zeros
-are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are persistent: what they do to x
-(the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile is loaded into registers before
-one is multiplied. The machine code issues most of these loads after the products (ptxas moves them down to save
-registers); asynchronous copies into shared memory, two to four tiles ahead, were measured and are no faster: other
-programs of the multiprocessor fill the time.
+are expanded to float16 and multiplied two in an instruction (`code_expansion`, `fma_row`), from words of four: bytes,
+or nibbles, of which eight take 9 instructions with their products. Four products are added in float16, all else in
+float32. Scales and zeros are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are
+persistent: what they do to x (the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile
+is loaded into registers before one is multiplied. The machine code issues most of these loads after the products (ptxas
+moves them down to save registers); asynchronous copies into shared memory, two to four tiles ahead, were measured and
+are no faster: other programs of the multiprocessor fill the time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import triton.language as tl
 
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
-from ringcore.kernels.fma_row import chunk_sums, load_row
-from ringcore.kernels.packed_gemv import chunk_products, has_offset, load_outputs
+from ringcore.kernels.fma_row import load_row
+from ringcore.kernels.packed_gemv import chunk_products, load_outputs
 
 __all__ = ["packed_fma_kernel"]
 
@@ -75,16 +76,13 @@ def packed_fma_kernel(
     loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
     if pdl:
         gdc_wait()
-    tiles = ()
-    sums = ()
+    loaded_rows = ()
     factors = ()
     for row in tl.static_range(num_rows):
-        of_row, squares = load_row(x + row * num_inputs, gain, num_inputs, block_inputs, has_norm, row_group, layout)
-        tiles += (of_row,)
-        if has_offset(layout, is_exact):
-            sums += (chunk_sums(of_row, layout),)
-        else:
-            sums += ((),)
+        of_row, squares = load_row(
+            x + row * num_inputs, gain, num_inputs, block_inputs, has_norm, row_group, is_exact, layout
+        )
+        loaded_rows += (of_row,)
         factors += (tl.rsqrt(squares / num_inputs + eps),)
     for tile in tl.range(tl.program_id(0), num_tiles, step):
         rows = tl.minimum(tile * block_outputs + index, num_outputs - 1)
@@ -92,7 +90,7 @@ def packed_fma_kernel(
         following = _load_tile(weight, packed, next_rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
-            inputs = tiles[row], sums[row], packed
+            inputs = loaded_rows[row], packed
             y = tl.sum(chunk_products(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout), 1)
             if has_norm:
                 y *= factors[row]

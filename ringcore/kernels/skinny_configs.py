@@ -48,7 +48,8 @@ _MANY_ROWS = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0)  # of 33 to 64 ro
 _ROUNDED_ROWS = 64  # few rows of FP8 times FP8
 _ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
 _FILLED = 0.9  # of the programs that the SM with the most of them would allow
-_LONG_ROUNDED_FMA = PackedFmaConfig(2, 4096, 8, 2 * NUM_SMS)  # of more than 4,096 inputs
+_FMA_BLOCK = 4096  # inputs
+_LONG_ROUNDED_FMA = PackedFmaConfig(2, _FMA_BLOCK, 4, 3 * NUM_SMS)
 _PACKED_FMA_INPUTS = 16384  # a row of more does not fit in registers
 _MAX_PACKED_ROWS, _MAX_LONG_RUN_ROWS = 128, 256
 _LONG_RUN = 16
@@ -110,7 +111,7 @@ def choose_packed(
     if not 1 <= num_rows <= (_MAX_LONG_RUN_ROWS if run >= _LONG_RUN else _MAX_PACKED_ROWS):
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
-        return _packed_fma(num_inputs, numbers)
+        return _packed_fma(num_outputs, num_inputs, numbers, is_gated)
     num_weights = num_outputs * (2 if is_gated else 1)
     if numbers == NIBBLE_NUMBERS:
         of_runs = _long_run_dot if run >= _LONG_RUN else _nibble_dot
@@ -120,15 +121,23 @@ def choose_packed(
     return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
 
 
-def _packed_fma(num_inputs: int, numbers: Numbers) -> PackedFmaConfig:
-    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are. As many
-    programs as run at once: 4,096 x 12,288 takes 13.1 us by three a multiprocessor, by two 16.7."""
-    block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
-    if num_inputs <= 4096:
-        return PackedFmaConfig(4, block_inputs, 4, (4 if numbers == NIBBLE_NUMBERS else 2) * NUM_SMS)
-    if num_inputs <= 12288:
-        return PackedFmaConfig(2, block_inputs, 4, (3 if numbers == NIBBLE_NUMBERS else 2) * NUM_SMS)
-    return PackedFmaConfig(4, block_inputs, 8, 2 * NUM_SMS)
+def _packed_fma(num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: bool) -> PackedFmaConfig:
+    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are."""
+    block_inputs = min(_FMA_BLOCK, 1 << (num_inputs - 1).bit_length())
+    if numbers != NIBBLE_NUMBERS:
+        if num_inputs <= 12288:
+            return PackedFmaConfig(4 if num_inputs <= _FMA_BLOCK else 2, block_inputs, 4, 2 * NUM_SMS)
+        return PackedFmaConfig(4, block_inputs, 8, 2 * NUM_SMS)
+    if num_inputs > _FMA_BLOCK:
+        return PackedFmaConfig(4, block_inputs, 4 if num_inputs <= 12288 else 8, 2 * NUM_SMS)
+    if is_gated:
+        return PackedFmaConfig(4, block_inputs, 4, 4 * NUM_SMS)
+    return PackedFmaConfig(_tile_outputs(num_outputs), block_inputs, 4, 2 * NUM_SMS)
+
+
+def _tile_outputs(num_outputs: int) -> int:
+    """Of one row by FMA: eight, or as few as it takes for a tile for about every program, of two on an SM."""
+    return next((n for n in (8, 4) if num_outputs >= _FILLED * 2 * NUM_SMS * n), 2)
 
 
 def _nibble_dot(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig:
@@ -187,10 +196,12 @@ def choose_rounded(
     if num_rows < 1:
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
-        block_inputs = min(4096, 1 << (num_inputs - 1).bit_length())
+        if num_inputs > _FMA_BLOCK:
+            return _LONG_ROUNDED_FMA
+        block_inputs = 1 << (num_inputs - 1).bit_length()
         if is_gated:
-            return PackedFmaConfig(2, block_inputs, 4, 3 * NUM_SMS)
-        return PackedFmaConfig(8, block_inputs, 4, 2 * NUM_SMS) if num_inputs <= 4096 else _LONG_ROUNDED_FMA
+            return PackedFmaConfig(4, block_inputs, 4, 3 * NUM_SMS)
+        return PackedFmaConfig(_tile_outputs(num_outputs), block_inputs, 8, 2 * NUM_SMS)
     if num_rows > _ROUNDED_ROWS:
         return _ROUNDED_TILES
     tiles = -(-num_outputs * (2 if is_gated else 1) // 64)
