@@ -19,7 +19,7 @@ from ringcore.kernels.round_rows import LARGEST, LEAST_SCALE
 from ringcore.kernels.weight_groups import has_quads
 from ringcore.kernels.weight_loads import spread_columns
 
-__all__ = ["chunk_inputs", "has_offset", "load_gains", "load_row", "sums_of_chunks"]
+__all__ = ["chunk_inputs", "has_offset", "load_row", "sums_of_chunks"]
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 _BY_CODES = tl.constexpr(2.0**-4)  # inputs that are codes of e4m3, exactly
@@ -64,24 +64,12 @@ def has_offset(layout):
 
 
 @triton.jit
-def load_gains(
-    gain, num_inputs: tl.constexpr, block_inputs: tl.constexpr, has_norm: tl.constexpr, layout: tl.constexpr
-):
-    """Of a norm, [num_inputs], what `load_row` takes; (): there is none. They are weights: loaded before the wait for
-    the kernel before."""
-    gains = ()
-    if has_norm:
-        for at in tl.static_range(0, num_inputs, block_inputs):
-            gains += _load_quad(gain, at, num_inputs, block_inputs, layout)
-    return gains
-
-
-@triton.jit
 def load_row(
     x,
-    gains,
+    gain,
     num_inputs: tl.constexpr,
     block_inputs: tl.constexpr,
+    has_norm: tl.constexpr,
     row_group: tl.constexpr,
     is_exact: tl.constexpr,
     layout: tl.constexpr,
@@ -97,10 +85,11 @@ def load_row(
     squares = tl.zeros([1, block_inputs // 4], tl.float32)
     for at in tl.static_range(0, num_inputs, block_inputs):
         of_block = _load_quad(x, at, num_inputs, block_inputs, layout)
-        if len(gains) > 0:
+        if has_norm:
+            gains = _load_quad(gain, at, num_inputs, block_inputs, layout)
             for part in tl.static_range(4):
                 squares += of_block[part] * of_block[part]
-                tiles += (of_block[part] * gains[at // block_inputs * 4 + part],)
+                tiles += (of_block[part] * gains[part],)
         else:
             tiles += of_block
     scales = ()

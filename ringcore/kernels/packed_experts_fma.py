@@ -16,7 +16,7 @@ import triton.language as tl
 from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, ExpertWeight, Routing
-from ringcore.kernels.fma_row import load_gains, load_row
+from ringcore.kernels.fma_row import load_row
 from ringcore.kernels.packed_gemv import chunk_products, load_outputs
 from ringcore.kernels.packed_weight import NIBBLE_CHUNK, PackedWeight
 from ringcore.kernels.skinny_times import NUM_SMS
@@ -66,7 +66,6 @@ def packed_expert_gate_kernel(
     num_tiles: tl.constexpr = (num_outputs + block_outputs - 1) // block_outputs
     index = tl.arange(0, block_outputs)
     targets = rows + tl.program_id(1) * num_outputs
-    gains = load_gains(gain, num_inputs, block_inputs, has_norm, layout)
     if pdl:
         gdc_wait()
         gdc_launch_dependents()
@@ -77,7 +76,7 @@ def packed_expert_gate_kernel(
         loaded = _load_gate(
             weight, packed, base, outputs, num_outputs, num_inputs, block_inputs, is_interleaved, layout
         )
-        row, squares = load_row(x, gains, num_inputs, block_inputs, row_group, is_exact, layout)
+        row, squares = load_row(x, gain, num_inputs, block_inputs, has_norm, row_group, is_exact, layout)
         factor = tl.rsqrt(squares / num_inputs + eps)
         for tile in tl.range(tl.program_id(0), num_tiles, step):
             outputs = tile * block_outputs + index
@@ -196,7 +195,7 @@ def packed_expert_down_kernel(
     if pdl:
         gdc_wait()
     row, _ = load_row(
-        rows + (in_bounds * num_inputs)[:, None], (), num_inputs, block_inputs, row_group, is_exact, layout
+        rows + (in_bounds * num_inputs)[:, None], rows, num_inputs, block_inputs, False, row_group, is_exact, layout
     )
     for at in tl.range(begin, num_outputs, step):
         following = _load_down(

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
-from ringcore.kernels.fma_row import load_gains, load_row
+from ringcore.kernels.fma_row import load_row
 from ringcore.kernels.packed_gemv import chunk_products, load_outputs
 
 __all__ = ["packed_fma_kernel"]
@@ -74,13 +74,14 @@ def packed_fma_kernel(
     if pdl:
         gdc_launch_dependents()
     loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
-    gains = load_gains(gain, num_inputs, block_inputs, has_norm, layout)
     if pdl:
         gdc_wait()
     loaded_rows = ()
     factors = ()
     for row in tl.static_range(num_rows):
-        of_row, squares = load_row(x + row * num_inputs, gains, num_inputs, block_inputs, row_group, is_exact, layout)
+        of_row, squares = load_row(
+            x + row * num_inputs, gain, num_inputs, block_inputs, has_norm, row_group, is_exact, layout
+        )
         loaded_rows += (of_row,)
         factors += (tl.rsqrt(squares / num_inputs + eps),)
     for tile in tl.range(tl.program_id(0), num_tiles, step):
@@ -89,9 +90,6 @@ def packed_fma_kernel(
         following = _load_tile(weight, packed, next_rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
-            targets = out + row * num_outputs + rows
-            if adds:
-                before = tl.load(targets)
             inputs = loaded_rows[row], packed
             y = tl.sum(chunk_products(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout), 1)
             if has_norm:
@@ -108,7 +106,8 @@ def packed_fma_kernel(
                 if has_bias:
                     z += tl.load(bias + num_outputs + rows).to(tl.float32)
                 y = activated(y, is_gelu) * z
+            targets = out + row * num_outputs + rows
             if adds:
-                y += before.to(tl.float32)
+                y += tl.load(targets, mask=stored, other=0.0).to(tl.float32)
             tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
         loaded = following
