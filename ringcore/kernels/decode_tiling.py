@@ -11,7 +11,7 @@ from ringcore.kernels.page_layout import padded_head_size
 __all__ = ["DecodeTiling"]
 
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
-_FEW_SEQS = 8  # up to here a step is short: ramp-up and combine dominate
+_FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
 _SOME_SEQS = 32
 _WIDE_TOKEN, _FEW_ROWS = 128, 8  # bytes of a key in FP8, rows of a tile: up to them two warps have enough registers
 
@@ -35,7 +35,7 @@ class DecodeTiling(NamedTuple):
         Microseconds of one layer of 32 query heads and 8 KV heads of size 128, in bfloat16:
 
             | tiling           | 1 x 640 | 4 x 640 | 8 x 640 | 32 x 1,152 | 256 x 1,000 | 1 x 32,768 | 8 x 32,768 |
-            | (64, 4, 3, 1, 2) |     5.3 |     6.9 |     9.1 |            |             |       40.3 |        267 |
+            | (64, 4, 3, 1, 2) |     5.3 |     6.9 |     9.1 |            |             |       40.3 |        298 |
             | (64, 4, 3, 2, 2) |     5.9 |     8.4 |     9.8 |       40.0 |         251 |       44.2 |        252 |
 
         Tiles of 32 tokens, of 128, or of 8 warps, one more pipeline stage and three programs per SM are not faster.
@@ -49,15 +49,16 @@ class DecodeTiling(NamedTuple):
         FP8 (bytes): a tile is a chain of conversions and reductions, so small programs run side by side.
 
             | tiling            | 1 x 640 | 4 x 640 | 8 x 640 | 32 x 1,152 | 256 x 1,000 | 1 x 32,768 | 8 x 32,768 |
-            | (128, 4, 3, 1, 2) |     6.6 |     7.2 |     9.3 |       36.3 |         233 |       35.4 |            |
+            | (128, 4, 3, 1, 2) |     6.6 |     7.2 |     9.3 |       36.3 |         233 |       35.4 |        224 |
             | (128, 4, 3, 2, 2) |     7.2 |     8.4 |     9.5 |       26.1 |         151 |       31.1 |        151 |
             | (128, 2, 2, 4, 2) |         |         |         |       29.0 |         146 |       42.0 |        143 |
+
+        One program on an SM is faster for short contexts and much slower for long ones, for which caches are in FP8.
         """
         token_bytes = padded_head_size(head_size) * dtype.itemsize
-        is_fp8 = dtype.itemsize == 1
+        is_fp8, is_few = dtype.itemsize == 1, num_seqs <= _FEW_SEQS
         tile_tokens = max(16, min(128 if is_fp8 else 64, _TILE_BYTES // token_bytes))
-        if num_seqs <= _FEW_SEQS:
-            return cls(tile_tokens, 4, 3, 1, 2, 8, rows)
         if is_fp8 and num_seqs > _SOME_SEQS and token_bytes <= _WIDE_TOKEN and max(group, rows) <= _FEW_ROWS:
             return cls(tile_tokens, 2, 2, 4, 2, 4, rows)
-        return cls(tile_tokens, 4, 3, 2, 2, 4, rows)
+        programs_per_sm = 1 if is_few and not is_fp8 else 2
+        return cls(tile_tokens, 4, 3, programs_per_sm, 2, 8 if is_few else 4, rows)

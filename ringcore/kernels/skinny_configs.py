@@ -96,10 +96,10 @@ def choose_packed(
     Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm, others by tensor cores:
 
         | outputs x inputs  | bytes | 1 row | 8    | 32   | 64   | 128  | 256  |
-        | 6,144 x 4,096     | 2.8   | 6.7   | 9.4  | 10.0 | 14.2 | 21.3 | 30.6 |
-        | 4,096 x 4,096     | 1.9   | 5.3   | 8.3  | 8.2  | 10.1 | 14.6 | 21.1 |
-        | 2 x 12,288, gated | 11.4  | 22.4  | 22.6 | 26.7 | 36.0 | 56.0 | 93.0 |
-        | 4,096 x 12,288    | 5.7   | 12.7  | 16.8 | 16.6 | 19.9 | 29.7 | 50.3 |
+        | 6,144 x 4,096     | 2.8   | 6.2   | 9.4  | 10.0 | 14.2 | 21.3 | 30.6 |
+        | 4,096 x 4,096     | 1.9   | 4.9   | 8.3  | 8.2  | 10.1 | 14.6 | 21.1 |
+        | 2 x 12,288, gated | 11.4  | 16.8  | 22.6 | 26.7 | 36.0 | 56.0 | 93.0 |
+        | 4,096 x 12,288    | 5.7   | 10.6  | 16.8 | 16.6 | 19.9 | 29.7 | 50.3 |
 
     cuBLAS takes 16.3, 52.0 and 31.1 for 64 rows of the first, third and fourth in 16 bits, 21.6, 73.3 and 41.7 for 256,
     and for 2,048 rows 130, 512 and 249, where tiles of packed weights take 299, 1,245 and 689; an expansion writes and
@@ -185,13 +185,13 @@ def choose_rounded(
     """As `choose_packed`, of FP8 inputs and FP8 weights.
 
     Microseconds on an H200, weights of 128 x 128 blocks: rows by tensor cores without the norm and the rounding before
-    them, some 3 more, and one row by FMA with both in the kernel, whose registers leave an SM few warps:
+    them, some 3 more, and one row by FMA with both in the kernel:
 
         | outputs x inputs  | bytes | FMA, 1 row | tensor cores, 8 rows | 32   |
-        | 6,144 x 4,096     | 5.4   | 9.0        | 11.1                 | 13.0 |
-        | 4,096 x 4,096     | 3.6   | 6.9        | 8.9                  | 10.1 |
-        | 2 x 12,288, gated | 21.5  | 26.9       | 26.6                 | 28.7 |
-        | 4,096 x 12,288    | 10.7  | 16.3       | 18.1                 | 20.1 |
+        | 6,144 x 4,096     | 5.4   | 8.3        | 11.1                 | 13.0 |
+        | 4,096 x 4,096     | 3.6   | 6.1        | 8.9                  | 10.1 |
+        | 2 x 12,288, gated | 21.5  | 26.3       | 26.6                 | 28.7 |
+        | 4,096 x 12,288    | 10.7  | 16.2       | 18.1                 | 20.1 |
     """
     if num_rows < 1:
         return None
