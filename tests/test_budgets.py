@@ -44,7 +44,6 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/round_rows.py:round_rows": (52, "a launch, as above"),
     "kernels/router_fma.py:route_few_tokens": (43, "a launch, as above"),
     "kernels/experts.py:product": (59, "a launch, as above"),
-    "cli/app.py:make_app": (54, "a command a line"),
     "cli/batch.py:batch": (46, "a command's flags, a line each"),
     "cli/serve.py:serve": (84, "a command's flags, a line each"),
     "cli/simulate.py:simulate": (60, "a command's flags, a line each"),

@@ -17,7 +17,8 @@ def main(args: list[str] | None = None) -> None:
 
     _escape_unencodable()
     try:
-        make_app()(_log_options_first(sys.argv[1:] if args is None else args))
+        words = _log_options_first(sys.argv[1:] if args is None else args)
+        make_app(words)(words)
     except (ConfigError, InvalidRequestError, UnknownOptionError) as error:
         sys.exit(_report(error, 2))
     except RingcoreError as error:

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
+from ringcore.cli.help import SectionedCommand
 from ringcore.cli.logs import LogFormat, LogLevel, log_to_stderr
 
 __all__ = ["make_app"]
 
+# By name: the module of this package and what is in it, the command or what makes it, and its line in the list.
+_COMMANDS = {
+    "generate": ("generate:make_generate", "Complete prompts from the command line or a file."),
+    "batch": ("batch:make_batch", "Answer a file of requests, resumable after any end."),
+    "chat": ("chat:make_chat", "Talk to a model, or to a service behind a URL."),
+    "serve": ("serve:make_serve", "Serve a model over HTTP, by OpenAI's interface."),
+    "simulate": ("simulate:make_simulate", "Replay an arrival trace over engine replicas, without a GPU."),
+    "models": ("models:models", "List the models that can be served, and why others cannot."),
+    "verify": ("verify:make_verify", "Compare what a model generates here with transformers."),
+    "park": ("park:make_park", "Start engines ahead, for programs that start later."),
+    "tune": ("tune:make_tune", "Search the fastest tiles of a model on this GPU."),
+    "ps": ("ps:ps", "List the engines that this user runs on this host."),
+    "top": ("top.command:top", "Show what a running engine does, live in the terminal."),
+    "dump": ("dump:dump", "Write a running engine's whole state as JSON."),
+    "rpc": ("rpc:rpc", "Call a method of a running engine's workers."),
+    "doctor": ("doctor:doctor", "Check this machine, and say what mends each fault."),
+    "trace": ("trace:trace", "Record a timeline of a running engine's processes."),
+    "keys": ("keys:keys", "Make the keys of an engine's admin endpoint."),
+    "worker": ("worker:worker", "Run workers of an engine on another host."),
+    "bench": ("bench:make_bench", "Measure a model, or a service behind a URL."),
+}
 
-def make_app() -> typer.Typer:
+
+def make_app(args: Sequence[str] = ()) -> typer.Typer:
+    """args: the command line, if it is known. A command that it cannot mean, since its name is no word of it, has its
+    line in the list alone: to describe the flags of all takes longer than most commands do."""
     app = typer.Typer(
         name="ringcore",
         help="Runs large language models on this machine.",
@@ -22,49 +48,24 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,  # `main` reports our errors; a bug gets Python's own traceback
         rich_markup_mode=None,
     )
-
     app.callback()(_options)
-
-    from ringcore.cli.batch import make_batch
-    from ringcore.cli.bench import make_bench
-    from ringcore.cli.chat import make_chat
-    from ringcore.cli.doctor import doctor
-    from ringcore.cli.dump import dump
-    from ringcore.cli.generate import make_generate
-    from ringcore.cli.help import SectionedCommand
-    from ringcore.cli.keys import keys
-    from ringcore.cli.models import models
-    from ringcore.cli.park import make_park
-    from ringcore.cli.ps import ps
-    from ringcore.cli.rpc import rpc
-    from ringcore.cli.serve import make_serve
-    from ringcore.cli.simulate import make_simulate
-    from ringcore.cli.top.command import top
-    from ringcore.cli.trace import trace
-    from ringcore.cli.tune import make_tune
-    from ringcore.cli.verify import make_verify
-    from ringcore.cli.worker import worker
-
-    command = partial(app.command, cls=SectionedCommand)
-    command("generate", short_help="Complete prompts from the command line or a file.")(make_generate())
-    command("batch", short_help="Answer a file of requests, resumable after any end.")(make_batch())
-    command("chat", short_help="Talk to a model, or to a service behind a URL.")(make_chat())
-    command("serve", short_help="Serve a model over HTTP, by OpenAI's interface.")(make_serve())
-    command("simulate", short_help="Replay an arrival trace over engine replicas, without a GPU.")(make_simulate())
-    app.add_typer(make_bench(), name="bench", short_help="Measure a model, or a service behind a URL.")
-    command("models", short_help="List the models that can be served, and why others cannot.")(models)
-    command("verify", short_help="Compare what a model generates here with transformers.")(make_verify())
-    command("park", short_help="Start engines ahead, for programs that start later.")(make_park())
-    command("tune", short_help="Search the fastest tiles of a model on this GPU.")(make_tune())
-    command("ps", short_help="List the engines that this user runs on this host.")(ps)
-    command("top", short_help="Show what a running engine does, live in the terminal.")(top)
-    command("dump", short_help="Write a running engine's whole state as JSON.")(dump)
-    command("rpc", short_help="Call a method of a running engine's workers.")(rpc)
-    command("doctor", short_help="Check this machine, and say what mends each fault.")(doctor)
-    command("trace", short_help="Record a timeline of a running engine's processes.")(trace)
-    command("keys", short_help="Make the keys of an engine's admin endpoint.")(keys)
-    command("worker", short_help="Run workers of an engine on another host.")(worker)
+    for name, (place, line) in _COMMANDS.items():
+        command = _load(place) if not args or name in args else _not_meant
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, short_help=line)
+        else:
+            app.command(name, cls=SectionedCommand, short_help=line)(command)
     return app
+
+
+def _load(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    found = getattr(import_module(f"ringcore.cli.{module}"), attribute)
+    return found() if attribute.startswith("make_") else found
+
+
+def _not_meant() -> None:
+    raise AssertionError("a command that is no word of the command line")
 
 
 def _show_version(is_asked: bool) -> None:

@@ -57,17 +57,18 @@ _HEADINGS = {
 }
 
 
-def engine_options() -> list[inspect.Parameter]:
+@cache
+def engine_options() -> tuple[inspect.Parameter, ...]:
     """One parameter for each of `EngineConfig.options()`, under its own name."""
     types: dict[str, Any] = {}
     headings: dict[str, str] = {}
     for name, part in EngineConfig.PARTS.items():
         types |= typing.get_type_hints(part)
         headings |= dict.fromkeys((field.name for field in fields(part)), _HEADINGS[name])
-    return [
+    return tuple(
         _parameter(name, types[name], option, option.metadata["option"], headings[name], required=name == "model")
         for name, option in EngineConfig.options().items()
-    ]
+    )
 
 
 def batch_options() -> list[inspect.Parameter]:

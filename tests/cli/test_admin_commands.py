@@ -30,7 +30,7 @@ def engine(keys):
 
 
 def invoke(*args):
-    return CliRunner().invoke(make_app(), list(args), catch_exceptions=False)
+    return CliRunner().invoke(make_app(args), list(args), catch_exceptions=False)
 
 
 def fails(capsys, *args) -> tuple[int, str]:

@@ -22,7 +22,7 @@ ERROR = Finding("torch", "error", "the check failed")
 
 def invoke(monkeypatch, findings, *flags):
     monkeypatch.setattr("ringcore.front_end.doctor.examination.examine", lambda: iter(findings))
-    return CliRunner().invoke(make_app(), ["doctor", *flags], catch_exceptions=False)
+    return CliRunner().invoke(make_app(["doctor"]), ["doctor", *flags], catch_exceptions=False)
 
 
 def test_the_lines(monkeypatch):

@@ -40,6 +40,14 @@ def test_every_option_is_described(name):
     assert not re.search(r"<list\[|range>", text)
 
 
+def test_a_command_that_is_no_word_of_the_command_line_has_its_line_in_the_list():
+    meant = typer.main.get_command(make_app(["--log-level", "info", "ps", "--json"]))
+    assert help_of(meant) == help_of(APP)
+    flags = [{name: len(app.commands[name].params) for name in ("ps", "serve")} for app in (APP, meant)]
+    assert flags[1] == {"ps": flags[0]["ps"], "serve": 0}
+    assert flags[0]["serve"] > 50
+
+
 def test_options_have_headings():
     text = help_of(COMMANDS["serve"])
     headings = re.findall(r"^(\w.*):$", text, re.M)

@@ -18,7 +18,7 @@ from ringcore.cli.models import formats_in_words, in_words
 def rows(tmp_path_factory):
     types = ["llama", "olmo2", "gemma2", "gpt_oss", "gpt2", "qwen3_moe"]
     types += ["mamba", "qwen3_next", "falcon", "llava", "bart", "nothing"]
-    result = CliRunner().invoke(make_app(), ["models", "--json", *types], catch_exceptions=False)
+    result = CliRunner().invoke(make_app(["models"]), ["models", "--json", *types], catch_exceptions=False)
     assert result.exit_code == 0
     return {row["model_type"]: row for row in map(json.loads, result.stdout.splitlines())}
 

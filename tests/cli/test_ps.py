@@ -55,7 +55,7 @@ def pids(engines):
 
 
 def listed(*flags) -> dict[int, dict]:
-    result = CliRunner().invoke(make_app(), ["ps", "--json", *flags], catch_exceptions=False)
+    result = CliRunner().invoke(make_app(["ps"]), ["ps", "--json", *flags], catch_exceptions=False)
     assert result.exit_code == 0
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     return {row["pid"]: row for row in rows}
@@ -175,9 +175,9 @@ def test_an_engine_that_is_gone_meanwhile():
 
 def test_no_engine(monkeypatch):
     monkeypatch.setattr("ringcore.front_end.local_engines.local_engines", list)
-    result = CliRunner().invoke(make_app(), ["ps"], catch_exceptions=False)
+    result = CliRunner().invoke(make_app(["ps"]), ["ps"], catch_exceptions=False)
     assert result.stdout == f"user {os.geteuid()} runs no engine in this network namespace\n"
-    assert CliRunner().invoke(make_app(), ["ps", "--json"], catch_exceptions=False).stdout == ""
+    assert CliRunner().invoke(make_app(["ps"]), ["ps", "--json"], catch_exceptions=False).stdout == ""
 
 
 REPORTS = [

@@ -80,7 +80,7 @@ def serving(folder, keys):
 
 
 def run(*args):
-    return CliRunner().invoke(make_app(), list(args), catch_exceptions=False)
+    return CliRunner().invoke(make_app(args), list(args), catch_exceptions=False)
 
 
 def events_of(file, ph, name=None):

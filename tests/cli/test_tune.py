@@ -37,7 +37,7 @@ def test_an_engine_is_started_and_ended(folder, monkeypatch, tuning, code, said)
 
     monkeypatch.setattr(client_start, "start_client", start)
     flags = ["--seconds", "90", "--load-format", "dummy", "--max-num-seqs", "7"]
-    result = CliRunner().invoke(make_app(), ["tune", folder, *flags])
+    result = CliRunner().invoke(make_app(["tune"]), ["tune", folder, *flags])
     assert (result.exit_code, closed) == (code, [True])
     assert said in result.output
     (config,) = configs
@@ -47,6 +47,6 @@ def test_an_engine_is_started_and_ended(folder, monkeypatch, tuning, code, said)
 
 def test_what_the_engine_refuses_is_said(folder):
     flags = ["--load-format", "dummy", "--deterministic"]
-    result = CliRunner().invoke(make_app(), ["tune", folder, *flags])
+    result = CliRunner().invoke(make_app(["tune"]), ["tune", folder, *flags])
     assert isinstance(result.exception, ConfigError)
     assert "kernel_autotune chooses tiles by time" in str(result.exception)

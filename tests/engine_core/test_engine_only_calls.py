@@ -66,7 +66,7 @@ def test_no_client_calls_what_is_the_engines(llm, admin, keys, method):
             client.collective_rpc(method)
         assert caught.value.details == {"field": "method", "value": method}
         assert serves(llm)
-    result = CliRunner().invoke(make_app(), ["rpc", llm.ready.admin_endpoint, method, "--keys", keys])
+    result = CliRunner().invoke(make_app(["rpc"]), ["rpc", llm.ready.admin_endpoint, method, "--keys", keys])
     assert isinstance(result.exception, InvalidRequestError)
     assert serves(llm)
 

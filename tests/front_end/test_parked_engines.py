@@ -241,7 +241,7 @@ def test_the_command_is_killed_and_what_was_adopted_lives(folder):
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(make_app(), ["park", *arguments], catch_exceptions=True)
+    return CliRunner().invoke(make_app(["park"]), ["park", *arguments], catch_exceptions=True)
 
 
 def test_the_list_and_the_doctor(pool, parked, folder):

@@ -46,7 +46,7 @@ def _has_flag(command: str, flag: str) -> bool:
 
     from ringcore.cli.app import make_app
 
-    result = CliRunner().invoke(make_app(), [command, "--help"], env={"COLUMNS": "400"})
+    result = CliRunner().invoke(make_app([command]), [command, "--help"], env={"COLUMNS": "400"})
     return f"--{flag}" in result.output
 
 

@@ -27,7 +27,7 @@ def trace(tmp_path):
 
 
 def run(*args: str):
-    return CliRunner().invoke(make_app(), ["simulate", *args], catch_exceptions=False)
+    return CliRunner().invoke(make_app(["simulate"]), ["simulate", *args], catch_exceptions=False)
 
 
 def test_a_table(trace, model_folder):
