@@ -24,7 +24,7 @@ from ringcore.cli.chat_session import ChatSession, MessageReader, complete_comma
 from ringcore.errors import InvalidRequestError
 
 TESTS = Path(__file__).parents[1]
-FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeMultiproc", "--max-model-len", "256"]
+FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeUniproc", "--max-model-len", "256"]
 DEADLINE_S = 60.0
 
 

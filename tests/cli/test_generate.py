@@ -20,7 +20,7 @@ from ringcore.cli.options import engine_options, given, sampling_options
 from ringcore.cli.sizes import size_in_bytes
 from ringcore.config import EngineConfig
 
-FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeMultiproc", "--max-model-len", "64", "--no-progress"]
+FAKE = ["--load-format", "dummy", "--executor", "fake_engine:FakeUniproc", "--max-model-len", "64", "--no-progress"]
 
 
 @pytest.fixture(scope="module")

@@ -79,52 +79,58 @@ def test_what_is_compiled_is_left_out_too(tmp_path):
     assert run(script, tmp_path).split() == ["False", "0", "no", "device"]
 
 
-def test_what_fails_to_compile_is_raised_when_the_others_are_compiled(tmp_path):
-    script = """
-        import torch, triton_for_sm90
-        from ringcore.kernels.activation import silu_and_mul
-        from ringcore.kernels.precompile import Variant, intercept_launches, compile_variants
+FAILING = """
+    import torch, triton_for_sm90
+    from ringcore.kernels import activation, paged_attention_decode, precompile, rms_norm, sampling
+    from ringcore.kernels.precompile import Variant, intercept_launches, compile_variants
 
-        with intercept_launches() as intercepted:
-            silu_and_mul(torch.ones(1, 64))
-        (good,) = intercepted.values()
-        bad = Variant(good.kernel, good.specialization.replace("_activate", "_no_such"))
-        try:
-            compile_variants([bad, good], torch.device("cpu"), 1)
-        except RuntimeError as error:
-            print("raised", "_no_such" in str(error))
-    """
-    assert run(script, tmp_path).split() == ["raised", "True"]
-    assert len(list(tmp_path.rglob("*.cubin"))) == 1
+    with intercept_launches() as intercepted:
+        activation.silu_and_mul(torch.ones(1, 64))
+    (good,) = intercepted.values()
+    bad = Variant(good.kernel, good.specialization.replace("_activate", "_no_such"))
+    try:
+        compile_variants([bad, good], torch.device("cpu"), 1)
+    except RuntimeError as error:
+        print("raised", "_no_such" in str(error))
+
+    names = []
+
+    def compile(variant, *, load):
+        names.append(variant.kernel.__name__)
+        if variant.specialization in names:
+            return
+        names.append(variant.specialization)
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    Variant.compile = compile
+    kernels = {
+        "one": activation._activate_and_multiply_kernel,
+        "two": sampling._row_kernel,
+        "three": rms_norm._rms_norm_kernel,
+        "four": paged_attention_decode._paged_attention_decode,
+    }
+    compile_variants([Variant(kernel, name) for name, kernel in kernels.items()], torch.device("cpu"), 1)
+    print(*names)
+"""
 
 
-def test_the_longest_come_first_and_what_the_parser_lost_comes_again(tmp_path):
-    script = """
-        import torch, triton_for_sm90
-        from ringcore.kernels import activation, paged_attention_decode, precompile, rms_norm, sampling
-        from ringcore.kernels.precompile import Variant, compile_variants
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory) -> tuple[list[str], int]:
+    """What a process prints in which compiling fails, and how many kernels it has compiled."""
+    cache = tmp_path_factory.mktemp("cache")
+    return run(FAILING, cache).splitlines(), len(list(cache.rglob("*.cubin")))
 
-        names = []
 
-        def compile(variant, *, load):
-            names.append(variant.kernel.__name__)
-            if variant.specialization in names:
-                return
-            names.append(variant.specialization)
-            raise SystemError("AST constructor recursion depth mismatch")
+def test_what_fails_to_compile_is_raised_when_the_others_are_compiled(failing):
+    (raised, _), num_compiled = failing
+    assert raised.split() == ["raised", "True"]
+    assert num_compiled == 1
 
-        Variant.compile = compile
-        kernels = {
-            "one": activation._activate_and_multiply_kernel,
-            "two": sampling._row_kernel,
-            "three": rms_norm._rms_norm_kernel,
-            "four": paged_attention_decode._paged_attention_decode,
-        }
-        compile_variants([Variant(kernel, name) for name, kernel in kernels.items()], torch.device("cpu"), 1)
-        print(*names)
-    """
+
+def test_the_longest_come_first_and_what_the_parser_lost_comes_again(failing):
+    (_, told), _ = failing
     kernels = {"_paged_attention_decode", "_row_kernel", "_activate_and_multiply_kernel", "_rms_norm_kernel"}
-    names = run(script, tmp_path).split()
+    names = told.split()
     assert {*names[0:4:2]} == {"_paged_attention_decode", "_row_kernel"}
     assert {*names[0:8:2]} == {*names[8:]} == kernels
     assert len(names) == 12
