@@ -16,7 +16,7 @@ from ringcore.config.options import QUANTIZATIONS
 __all__ = ["formats_in_words", "in_words", "models"]
 
 # It imports torch, and this process does not.
-_PROGRAM = "ringcore.model_executor.models.transformers.known_types"
+_PROGRAM = "ringcore.model_executor.models.lean_programs"
 
 
 def models(

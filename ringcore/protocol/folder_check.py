@@ -8,7 +8,7 @@ from ringcore.checkpoint import ModelFiles, TransformersSpec
 
 __all__ = ["CHANNEL", "ENTRY", "FolderCheckStart"]
 
-ENTRY = "ringcore.model_executor.models.transformers.folder_check:main"
+ENTRY = "ringcore.model_executor.models.lean_programs:check_folder"
 CHANNEL = "channel"  # of `protocol.job_channel`: its only message is the error, or that there is none
 
 

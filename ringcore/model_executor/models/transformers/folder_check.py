@@ -49,7 +49,7 @@ def check_folder(start: FolderCheckStart) -> None:
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:
-    """The entry of the process."""
+    """Called by the entry of the process: `lean_programs.check_folder`."""
     with socket.socket(fileno=fds[CHANNEL]) as channel:
         try:
             check_folder(decoder(FolderCheckStart).decode(payload))

@@ -1,6 +1,7 @@
 """What can be done with each type of causal LM that the installed transformers has, by building it on meta.
 
-A program of its own, which `ringcore models` runs: `python -m ... [TYPE ...]` writes a JSON object a line, a type each.
+`main` is a program of its own, which `ringcore models` runs by `lean_programs`: it writes a JSON object a line, a type
+each.
 """
 
 from __future__ import annotations
@@ -260,7 +261,3 @@ def main(types: Sequence[str]) -> None:
             row = known_type(model_type)
         sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
