@@ -31,10 +31,10 @@ setup: $(INSTALLED)
 run: setup
 	$(BIN)/python examples/offline_batch.py
 
-# Files of tests go three at a time, a thread each, the longest first: on two cores a third fills the time in which the
+# Files of tests go four at a time, a thread each, the longest first: on two cores two more fill the time in which the
 # others wait; more where there are more cores: `make test TEST_PROCESSES=6`. A GPU is measured by one process; where
 # there is none, its tests are skipped with the others.
-TEST_PROCESSES := 3
+TEST_PROCESSES := 4
 GPU := $(wildcard /dev/nvidiactl /dev/dxg)
 
 test: setup

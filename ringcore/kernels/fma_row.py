@@ -136,7 +136,7 @@ def _exponent(layout):
 
 @triton.constexpr_function
 def _unit(layout, part):
-    """Of the numbers of `packed_gemv`."""
+    """What a code of 1 is among the numbers that a tile meets."""
     return NIBBLE_UNITS[part] if has_quads(layout) else 1.0
 
 
