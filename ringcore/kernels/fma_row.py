@@ -78,8 +78,8 @@ def load_row(
     squares. x: a pointer to it; or to each of n rows, [n, 1], without a norm.
 
     Of each block of inputs: four tiles [1, m] that match those of the numbers, float32 where is_exact, else float16;
-    the sums of its chunks [1, chunks] where there is an offset; and unless is_exact the chunks' factors, by which sums
-    of products are less than meant.
+    where is_exact the sums of its chunks [1, chunks], if there is an offset; else the chunks' factors, by which sums of
+    products are less than meant.
     """
     tiles = ()
     squares = tl.zeros([1, block_inputs // 4], tl.float32)
@@ -110,8 +110,8 @@ def load_row(
             else:
                 quad, of_chunks = _halves(quad, layout)
             factors += (of_chunks,)
-        if has_offset(layout):
-            sums += (sums_of_chunks(_sum(quad, layout), chunk_inputs(layout) // 4),)
+        if is_exact and has_offset(layout):
+            sums += (sums_of_chunks(quad[0] + quad[1] + quad[2] + quad[3], chunk_inputs(layout) // 4),)
         found += quad
     return (found, sums, factors), tl.sum(squares, 1)
 
@@ -163,16 +163,6 @@ def _halves(quad, layout: tl.constexpr):
     exponents = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, least)
     by = _of_columns(power_of_2(254 + least - exponents), quad[0].shape[1] * 4)
     return _to_halves(_times(quad, by), layout), power_of_2(exponents - least) * (1.0 / _unit(layout, 0))
-
-
-@triton.jit
-def _sum(quad, layout: tl.constexpr):
-    """What the products with a word of ones add up to."""
-    first = quad[0].to(tl.float32) + quad[2].to(tl.float32)
-    second = quad[1].to(tl.float32) + quad[3].to(tl.float32)
-    if quad[0].dtype == tl.float16:
-        first, second = first * _unit(layout, 0), second * _unit(layout, 1)
-    return first + second
 
 
 @triton.jit

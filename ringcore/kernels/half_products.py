@@ -2,7 +2,8 @@
 
 Code 0 of one word and code 0 of the next are a pair, and so on. As the bits of a float16 a nibble is a subnormal
 number, exactly, with which the hardware multiplies at its full rate: 8 of them take 5 instructions, where conversions
-to float32 take 15.
+to float32 take 15. A zero is subtracted before the product, exactly: after it, a small weight of an outlier would be
+the difference of two large sums, each of which was rounded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from ringcore.kernels.code_expansion import fp8_quad, has_packed_math, wide_integer_quad
 
-__all__ = ["NIBBLE_UNITS", "add_half_products", "fp8_halves", "integer_halves", "nibble_halves"]
+__all__ = ["NIBBLE_UNITS", "add_half_products", "fp8_halves", "integer_halves", "less_zeros", "nibble_halves"]
 
 NIBBLE_UNITS = (2.0**-24, 2.0**-20, 2.0**-24, 2.0**-20)  # of the four of `nibble_halves`
 
@@ -87,6 +88,18 @@ def integer_halves(words, is_signed: tl.constexpr):
         a, b, c, d = wide_integer_quad(words, is_signed)
         a, b, c, d = a.to(tl.float16), b.to(tl.float16), c.to(tl.float16), d.to(tl.float16)
     return a, b, c, d
+
+
+@triton.jit
+def less_zeros(numbers, zeros):
+    """Exactly, of integers of the same unit. zeros: float16, broadcast to the numbers; or None."""
+    if zeros is None:
+        found = numbers
+    elif has_packed_math():
+        found = tl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [numbers, zeros], tl.float16, True, 2)
+    else:
+        found = numbers - zeros
+    return found
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """The kernel of `skinny_linear` for one or two rows and quantized weights: FMA sums of codes, scaled chunk by chunk.
 
 Tensor cores would multiply a tile that is mostly empty, and wait for a norm or a rounding by another kernel. Here codes
-are expanded to float16 and multiplied two in an instruction (`code_expansion`, `fma_row`), from words of four: bytes,
-or nibbles, of which eight take 9 instructions with their products. Four products are added in float16, all else in
-float32. Scales and zeros are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are
+are expanded to float16 and multiplied two in an instruction (`half_products`, `fma_row`), from words of four: bytes, or
+nibbles, of which eight take 13 instructions with their zeros and products. Four products are added in float16, all else
+in float32. Scales are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are
 persistent: what they do to x (the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile
 is loaded into registers before one is multiplied. The machine code issues most of these loads after the products (ptxas
 moves them down to save registers); asynchronous copies into shared memory, two to four tiles ahead, were measured and

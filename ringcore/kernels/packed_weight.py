@@ -114,9 +114,8 @@ class PackedWeight:
     def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
         """As `skinny_configs.choose`."""
         by_fma = num_rows == 1 and self.has_chunks
-        config = choose_packed(
-            num_outputs, num_inputs, num_rows, self.numbers, is_gated=is_gated, by_fma=by_fma, run=self.run
-        )
+        options = {"is_gated": is_gated, "by_fma": by_fma, "has_zeros": self.has_zero_bits}
+        config = choose_packed(num_outputs, num_inputs, num_rows, self.numbers, run=self.run, **options)
         return self.narrowed(config) if isinstance(config, DotConfig) else config
 
     def narrowed(self, tile: DotConfig) -> DotConfig:

@@ -89,11 +89,13 @@ def choose_packed(
     is_gated: bool = False,
     by_fma: bool = False,
     run: int = 1,
+    has_zeros: bool = False,
 ) -> Config | None:
     """As `choose`, of a quantized weight; None: none, or so many that the weight is to be expanded for cuBLAS. by_fma:
-    one row, of a weight that `packed_fma_kernel` multiplies. run: of 4 bits, see `weight_tiles`.
+    one row, of a weight that `packed_fma_kernel` multiplies. run: of 4 bits, see `weight_tiles`. has_zeros: of groups.
 
-    Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm, others by tensor cores:
+    Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm, others by tensor cores. (One
+    row was timed with zeros that were subtracted from the sums; from the numbers, it takes 20% more instructions.)
 
         | outputs x inputs  | bytes | 1 row | 8    | 32   | 64   | 128  | 256  |
         | 6,144 x 4,096     | 2.8   | 6.2   | 9.4  | 10.0 | 14.2 | 21.3 | 30.6 |
@@ -111,7 +113,7 @@ def choose_packed(
     if not 1 <= num_rows <= (_MAX_LONG_RUN_ROWS if run >= _LONG_RUN else _MAX_PACKED_ROWS):
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
-        return _packed_fma(num_outputs, num_inputs, numbers, is_gated)
+        return _packed_fma(num_outputs, num_inputs, numbers, is_gated, has_zeros)
     num_weights = num_outputs * (2 if is_gated else 1)
     if numbers == NIBBLE_NUMBERS:
         of_runs = _long_run_dot if run >= _LONG_RUN else _nibble_dot
@@ -121,8 +123,11 @@ def choose_packed(
     return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
 
 
-def _packed_fma(num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: bool) -> PackedFmaConfig:
-    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are."""
+def _packed_fma(
+    num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: bool, has_zeros: bool
+) -> PackedFmaConfig:
+    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are: four
+    outputs with their gates and zeros of groups have too many for four programs on an SM."""
     block_inputs = min(_FMA_BLOCK, 1 << (num_inputs - 1).bit_length())
     if numbers != NIBBLE_NUMBERS:
         if num_inputs <= 12288:
@@ -131,7 +136,8 @@ def _packed_fma(num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: b
     if num_inputs > _FMA_BLOCK:
         return PackedFmaConfig(4, block_inputs, 4 if num_inputs <= 12288 else 8, 2 * NUM_SMS)
     if is_gated:
-        return PackedFmaConfig(4, block_inputs, 4, 4 * NUM_SMS)
+        outputs, programs = (2, 5) if has_zeros else (4, 4)
+        return PackedFmaConfig(outputs, block_inputs, 4, programs * NUM_SMS)
     return PackedFmaConfig(_tile_outputs(num_outputs), block_inputs, 4, 2 * NUM_SMS)
 
 

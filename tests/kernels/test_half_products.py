@@ -1,0 +1,98 @@
+"""One row of quantized weights in a 16-bit model: products of float16s."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_round_rows import fp8_weight, product_of
+from test_weight_tiles import FMA, LONG_RUNS, RUNS_FMA, packed, random
+
+from ringcore.kernels.round_rows import RowNorm, round_rows_reference
+from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
+from ringcore.kernels.skinny_tiles import PackedFmaConfig
+
+# Triton's interpreter multiplies the bits of bfloat16 as integers.
+BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+KINDS = ["fp8 block", "fp8 channel", "int8", "w4", "w4 asym", "w4 channel", "w8 asym", "awq", "awq wide"]
+NUM_INPUTS = 256
+
+
+def config_of(kind):
+    return RUNS_FMA if kind in LONG_RUNS else FMA
+
+
+def multiply(x, weight, kind):
+    """In float32: what is rounded are the inputs and the sums of four products."""
+    out = torch.zeros(len(x), len(weight), device=x.device)
+    assert skinny_linear(x, weight, config_of(kind), add_to=out) is out
+    return out
+
+
+def error(found, expected):
+    return (found.double() - expected.double()).norm() / expected.double().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_multiplied_nearly_as_in_float32(device, kind, num_rows, dtype, monkeypatch):
+    weight, expanded = packed(kind, random(40, NUM_INPUTS), device, monkeypatch, dtype)
+    x = random(num_rows, NUM_INPUTS, seed=2).to(device, dtype)
+    assert error(multiply(x, weight, kind), x.double() @ expanded.double().T) < 1.5e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_power_of_2_times_the_row_is_that_times_the_product(device, kind, monkeypatch):
+    """To the bit: each chunk has a power of 2 of its own."""
+    weight, _ = packed(kind, random(40, NUM_INPUTS), device, monkeypatch, torch.float16)
+    x = random(1, NUM_INPUTS, seed=2).clamp(-4, 4)
+    x = torch.where(x.abs() < 0.25, 0.25, x).to(device, torch.float16)
+    once = multiply(x, weight, kind)
+    for power in (-10, 9):
+        assert torch.equal(multiply(x * 2.0**power, weight, kind), once * 2.0**power)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_numbers_do_not_overflow(device, kind, monkeypatch):
+    weight, expanded = packed(kind, torch.ones(40, NUM_INPUTS), device, monkeypatch, torch.float16)
+    x = torch.full((1, NUM_INPUTS), 60000.0).to(device, torch.float16)
+    assert error(multiply(x, weight, kind), x.double() @ expanded.double().T) < 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_outlier_costs_bits_of_its_own_chunk_alone(device, kind, monkeypatch):
+    """Of which the weights are 0, so that only what is beside it is in the sum."""
+    numbers = random(40, NUM_INPUTS)
+    numbers[:, 5] = 0
+    weight, expanded = packed(kind, numbers, device, monkeypatch, torch.float16)
+    x = random(1, NUM_INPUTS, seed=2)
+    x[0, 5] = 4096
+    x = x.to(device, torch.float16)
+    expected = x.double() @ expanded.double().T
+    assert expected.norm() < 10 * x[0, 6:].norm() * expanded.norm()
+    assert error(multiply(x, weight, kind), expected) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
+@pytest.mark.parametrize(("row_group", "block_inputs"), [(128, 256), (128, 512), (384, 512)])
+def test_rows_that_are_rounded_to_fp8_are_multiplied_as_codes(device, row_group, block_inputs, dtype):
+    weight, expanded = fp8_weight(38, 384, 128, device)
+    x, gain = random(1, 384).to(device, dtype), random(384, seed=2).to(device, dtype)
+    x[0, 128:256] = 0
+    for norm in (None, RowNorm(gain, 1e-5)):
+        rounded = round_rows_reference(x.float(), row_group, norm)
+        options = {"norm": norm, "row_group": row_group}
+        found = skinny_linear(x, replace(weight, dtype=dtype), PackedFmaConfig(4, block_inputs, 1, 3), **options)
+        assert error(found, product_of(rounded, expanded)) < (0.01 if dtype == torch.bfloat16 else 3e-3)
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8 block"])
+def test_gates_and_norms(device, kind, monkeypatch):
+    weight, expanded = packed(kind, random(40, NUM_INPUTS), device, monkeypatch, torch.float16)
+    x, gain = random(1, NUM_INPUTS, seed=2).to(device), random(NUM_INPUTS, seed=3).to(device)
+    norm = RowNorm(gain, 1e-5)
+    found = skinny_linear(x.half(), weight, FMA, norm=RowNorm(gain.half(), 1e-5), activation="silu")
+    expected = skinny_linear_reference(x, expanded, norm=norm, activation="silu")
+    assert error(found, expected) < 5e-3
