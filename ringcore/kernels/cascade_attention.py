@@ -40,8 +40,8 @@ BOTH = tl.constexpr(0)
 PREFIXES = tl.constexpr(1)
 OWN_TOKENS = tl.constexpr(2)
 
-# Of half a tile each: three are in flight while one is multiplied. They and the query rows take no more shared memory
-# than the loop over own tokens: the kernel has the carve-out that it has without shared prefixes.
+# Of half a tile each: three are in flight while one is multiplied. They and the query rows take little more shared
+# memory than the loop over own tokens: the kernel has the carve-out that it has without shared prefixes.
 _STAGES = tl.constexpr(4)
 
 
