@@ -71,7 +71,7 @@ def test_an_outlier_costs_bits_of_its_own_chunk_alone(device, kind, monkeypatch)
     x[0, 5] = 4096
     x = x.to(device, torch.float16)
     expected = x.double() @ expanded.double().T
-    assert expected.norm() < 10 * x[0, 6:].norm() * expanded.norm()
+    assert not expanded[:, 5].any()
     assert error(multiply(x, weight, kind), expected) < 0.01
 
 
