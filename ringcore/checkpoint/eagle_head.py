@@ -16,7 +16,7 @@ from ringcore.checkpoint.matrix_tensors import BIAS
 from ringcore.checkpoint.metadata import Metadata, read_json
 from ringcore.checkpoint.model_file import open_model_file
 from ringcore.checkpoint.model_files import ModelFiles
-from ringcore.checkpoint.model_spec import MAX_SIZES, ModelSpec
+from ringcore.checkpoint.model_spec import MAX_SIZES, CommonSpec, ModelSpec
 from ringcore.checkpoint.safetensors_header import TensorIndex
 from ringcore.checkpoint.spec_reader import read_native_spec
 from ringcore.errors import ModelLoadError
@@ -50,7 +50,7 @@ class EagleHeadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
         return len(self.taps)
 
 
-def read_eagle_head(files: ModelFiles, model: ModelSpec) -> EagleHeadSpec:
+def read_eagle_head(files: ModelFiles, model: CommonSpec) -> EagleHeadSpec:
     """Raises `ModelLoadError` that names the file and the field or tensor, for a head that is of another model too."""
     assert files.config_path is not None, files
     whole = Metadata(read_json(files.config_path), files.config_path)
@@ -84,7 +84,7 @@ def read_eagle_head(files: ModelFiles, model: ModelSpec) -> EagleHeadSpec:
     return head
 
 
-def _check_sizes(config: Metadata, layer: ModelSpec, model: ModelSpec) -> None:
+def _check_sizes(config: Metadata, layer: ModelSpec, model: CommonSpec) -> None:
     sizes = {"hidden_size": layer.hidden_size, "target_hidden_size": config.get("target_hidden_size")}
     for name, size in sizes.items():
         if size not in (None, model.hidden_size):

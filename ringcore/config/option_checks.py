@@ -241,11 +241,11 @@ def check_together(
         check_experts(spec, size, parallel.redundant_experts)
     if isinstance(spec, ModelSpec):  # of any other the worker that builds it says what else cannot be split
         check_split(spec, size, parallel.expert_parallel)
-        if model.draft_head is not None:
-            check_head_split(model.draft_head, scheduler.speculative, size)
     elif not parallel.expert_parallel and (refused := refused_expert_shares(spec, size)) is not None:
         remedy = "give expert_parallel=True, by which each rank has whole experts, or another number"
         raise bad_value("tensor_parallel_size", size, f"{refused}; {remedy}")
+    if model.draft_head is not None:
+        check_head_split(model.draft_head, scheduler.speculative, size)
 
 
 def _check_device_ids(device: DeviceConfig, parallel: ParallelConfig) -> None:

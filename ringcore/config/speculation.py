@@ -8,9 +8,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ringcore.checkpoint import AnySpec, Families, ModelFiles, ModelSpec, find_model
+from ringcore.checkpoint import AnySpec, Families, ModelFiles, ModelSpec, TransformersSpec, find_model
 from ringcore.checkpoint.eagle_head import read_eagle_head
-from ringcore.checkpoint.mtp_head import AnyHeadSpec, read_mtp_head
+from ringcore.checkpoint.mtp_head import (
+    MTP_TYPES,
+    AnyHeadSpec,
+    num_mtp_layers,
+    read_mtp_head,
+    read_transformers_mtp_head,
+)
 from ringcore.config.split_checks import check_split
 from ringcore.config.value_checks import bad_value
 from ringcore.errors import ConfigError, unknown_option
@@ -80,27 +86,34 @@ def draft_head_of(
     refused = _refused_model(spec, families) or (_refused_mtp(spec, families) if given["method"] == MTP else None)
     if refused is not None:
         raise bad_value("speculative", given, f"{refused}; give {{'method': 'suffix'}}, or leave this out")
-    assert isinstance(spec, ModelSpec), "refused"
     if given["method"] == MTP:
+        if isinstance(spec, TransformersSpec):
+            return read_transformers_mtp_head(files, spec)
         return read_mtp_head(files, spec, families[spec.architecture])
     found = find_model(given["model"], "dummy" if files.kind == "dummy" else "safetensors")
     return read_eagle_head(found, spec)
 
 
 def _refused_mtp(spec: AnySpec, families: Families) -> str | None:
-    assert isinstance(spec, ModelSpec), "refused before"
-    if families[spec.architecture].mtp_layers is None:
+    if isinstance(spec, TransformersSpec):
+        is_known, count = spec.model_type in MTP_TYPES, num_mtp_layers(spec)
+    else:
+        is_known, count = families[spec.architecture].mtp_layers is not None, spec.num_mtp_layers
+    if not is_known:
         known = [name for name in families.architectures if families[name].mtp_layers is not None]
-        return f"layers of multi-token prediction are computed of {', '.join(known)}, and not of a {spec.architecture}"
-    if not spec.num_mtp_layers:
+        names = ", ".join([*known, *MTP_TYPES])
+        return f"layers of multi-token prediction are computed of {names}, and not of a {spec.architecture}"
+    if not count:
         return "this checkpoint has no layers of multi-token prediction (num_nextn_predict_layers is 0)"
-    if spec.quantization is not None:
+    if spec.quantization is not None and not spec.quantization.is_on_load:
         return "layers of multi-token prediction are computed in 16 bits, and this checkpoint is quantized"
     return None
 
 
 def check_head_split(head: AnyHeadSpec, given: Mapping[str, Any] | None, size: int) -> None:
     """size: tensor_parallel_size, over which the model itself can be split. Raises `ConfigError`."""
+    if isinstance(head.layer, TransformersSpec):  # split as the model's own layers are
+        return
     try:
         check_split(head.layer, size, expert_parallel=False)
     except ConfigError as error:
@@ -108,9 +121,7 @@ def check_head_split(head: AnyHeadSpec, given: Mapping[str, Any] | None, size: i
 
 
 def _refused_model(spec: AnySpec, families: Families) -> str | None:
-    if not isinstance(spec, ModelSpec):
-        return f"a {spec.architecture} is computed by modules of transformers, whose layers' hidden states are not read"
-    if families[spec.architecture].scaled_embeddings:
+    if isinstance(spec, ModelSpec) and families[spec.architecture].scaled_embeddings:
         return f"a {spec.architecture} scales its embeddings, which heads are not trained for"
     return None
 

@@ -13,10 +13,11 @@ __all__ = ["ONLY_STAGE", "SingleRank", "Stage", "TensorParallel"]
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Stage `index` of `size` of a pipeline: successive layers, the first ones with the embedding, the last ones with
-    the head."""
+    the head. has_all_layers: those of a model, without its embedding and head."""
 
     index: int
     size: int
+    has_all_layers: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -28,6 +29,7 @@ class Stage:
 
 
 ONLY_STAGE = Stage(0, 1)
+LAYERS_ALONE = Stage(1, 3, has_all_layers=True)
 
 
 class TensorParallel(ABC):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ringcore.checkpoint import ModelFiles, TensorIndex, TransformersSpec
 from ringcore.checkpoint.gguf_header import read_gguf_header
+from ringcore.checkpoint.mtp_head import MtpHeadSpec
 from ringcore.config.options import ModelConfig
 from ringcore.errors import RingcoreError
 from ringcore.executor.job_process import JobProcess
@@ -38,11 +39,13 @@ def folder_check(model: ModelConfig, cache: str) -> Iterator[None]:
     if not isinstance(spec, TransformersSpec) or model.files.kind == "dummy":
         yield
         return
-    passed = Path(cache, _key(spec, model.files))
+    head = model.draft_head if isinstance(model.draft_head, MtpHeadSpec) else None
+    start = FolderCheckStart(spec, model.files, head)
+    passed = Path(cache, _key(start))
     if passed.exists():
         yield
         return
-    process = JobProcess("folder check", ENTRY, encode_start(FolderCheckStart(spec, model.files)), CHANNEL)
+    process = JobProcess("folder check", ENTRY, encode_start(start), CHANNEL)
     try:
         yield
         _wait(process)
@@ -53,9 +56,10 @@ def folder_check(model: ModelConfig, cache: str) -> Iterator[None]:
         passed.touch()
 
 
-def _key(spec: TransformersSpec, files: ModelFiles) -> str:
+def _key(start: FolderCheckStart) -> str:
     """All that the result depends on."""
-    found = [spec.config, _found(files), *map(version, ("transformers", "torch", "gguf"))]
+    head = start.head and [start.head.layer_name, start.head.layer]
+    found = [start.spec.config, head, _found(start.files), *map(version, ("transformers", "torch", "gguf"))]
     key = hashlib.sha256(encoder().encode(found))
     code = Path(__file__).parent.parent
     for folder in ("model_executor/models/transformers", "model_executor", "checkpoint", "families"):

@@ -17,7 +17,7 @@ def total_bytes(weights: Iterable[Weight]) -> int:
 
 def layers_of(stage: Stage, layers: Sequence[int], before: int, after: int) -> range:
     """layers: the bytes of each; before, after: those of what the first and the last stage have besides."""
-    return split_layers(layers, before, after, stage.size)[stage.index]
+    return range(len(layers)) if stage.has_all_layers else split_layers(layers, before, after, stage.size)[stage.index]
 
 
 def split_layers(layers: Sequence[int], before: int, after: int, num_stages: int) -> list[range]:

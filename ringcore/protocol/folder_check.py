@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ringcore.checkpoint import ModelFiles, TransformersSpec
+from ringcore.checkpoint.mtp_head import MtpHeadSpec
 
 __all__ = ["CHANNEL", "ENTRY", "FolderCheckStart"]
 
@@ -13,7 +14,8 @@ CHANNEL = "channel"  # of `protocol.job_channel`: its only message is the error,
 
 
 class FolderCheckStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The payload."""
+    """The payload. head: a layer of multi-token prediction of the same files."""
 
     spec: TransformersSpec
     files: ModelFiles
+    head: MtpHeadSpec | None = None

@@ -178,7 +178,6 @@ def test_a_head_that_does_not_fit_is_refused(
         ({"method": "suffix", "model": "."}, {}, r"speculative.model='.'.*give method 'eagle3' too"),
         ({"method": "eagle3", "model": ".", "min_match": 2}, {}, r"min_match=2: it is of the method 'suffix'"),
         ({"method": "eagle3", "model": ".", "num_drafts": 17}, {}, r"num_drafts=17: give an integer from 1 to 16"),
-        ({"method": "eagle3", "model": "HEAD"}, {"model_impl": "transformers"}, r"modules of transformers"),
         ({"method": "eagle3", "model": "HEAD"}, {"pipeline_parallel_size": 2}, r"give pipeline_parallel_size=1"),
     ],
 )

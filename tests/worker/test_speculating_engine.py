@@ -13,6 +13,7 @@ import pytest
 import torch
 from device_runner import rows_on_device
 from tiny_heads import constant_head, write_head
+from tiny_mtp import MtpReference
 
 from ringcore import EngineConfig, EngineCore, SamplingParams
 from ringcore.errors import ConfigError, UnknownOptionError
@@ -20,6 +21,8 @@ from ringcore.metrics.draft_log import DraftLog, DraftStats
 from ringcore.protocol.codec import int_array
 from ringcore.protocol.requests import EngineCoreRequest
 from ringcore.protocol.steps import ModelRunnerOutput
+from ringcore.worker.drafts.head_proposer import HeadProposer
+from ringcore.worker.drafts.step_costs import StepCosts
 from ringcore.worker.runner import draft_costs
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -147,6 +150,34 @@ def test_a_head_sleeps_with_the_model(tiny_llama: tuple[str, Any], plain: list[l
             assert torch.equal(own.features(torch.ones_like(own.tapped[:1])), features)
         assert write(core, "first") == plain
         check(core, is_short=False)
+    finally:
+        core.shutdown()
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
+def test_an_engine_with_mtp_layers_of_transformers_writes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """While rows are preempted, and after it has slept; the layer's cache is one more of the model's."""
+    folder = MtpReference(model_type).save(tmp_path / model_type)
+    options: dict[str, Any] = {"executor": "uniproc", "max_model_len": 64, "enable_sleep_mode": True}
+    core = engine(folder, **options)
+    due = write(core, "first")
+    core.shutdown()
+    learn = HeadProposer.learn_costs
+    monkeypatch.setattr(HeadProposer, "learn_costs", lambda self, costs: learn(self, StepCosts((1, 2), (1.0, 1.0))))
+    monkeypatch.setattr(HeadProposer, "_is_worthwhile", lambda self: True)
+    speculative = {"method": "mtp", "num_drafts": 3}
+    core = engine(folder, speculative=speculative, steps_in_flight=2, num_blocks_override=30, **options)
+    try:
+        assert write(core, "first") == due
+        core.sleep(1)
+        core.wake_up()
+        assert write(core, "second") == due
+        drafts = core.step_metrics().drafts
+        assert drafts is not None
+        assert drafts.num_draft_tokens > 20
+        assert core.stats().num_preemptions > 0
     finally:
         core.shutdown()
 

@@ -75,6 +75,7 @@ def build_head(
     max_model_len: int,
     most: int,
     families: Families = FAMILIES,
+    expert_parallel: bool = False,
 ) -> DraftHead:
     """A head of one rank, without weights. index: of its attention layer, after those of the model. most: the most
     tokens of a step of the model."""
@@ -85,9 +86,16 @@ def build_head(
 
             return EagleHead(head, *given)
         case MtpHeadSpec():
-            from ringcore.model_executor.models.mtp_head import MtpHead
+            from ringcore.model_executor.models.mtp_head import MtpHead, MtpLayer, NativeMtpLayer
 
-            return MtpHead(head, families[head.layer.architecture], *given)
+            of_layer = index, tp, dtype, max_model_len
+            if isinstance(head.layer, ModelSpec):
+                layer: MtpLayer = NativeMtpLayer(head, families[head.layer.architecture], *of_layer)
+            else:
+                from ringcore.model_executor.models.transformers.mtp_layer import TransformersMtpLayer
+
+                layer = TransformersMtpLayer(head, *of_layer, expert_parallel)
+            return MtpHead(head, layer, dtype, most)
         case _:
             assert_never(head)
 

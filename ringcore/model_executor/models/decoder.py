@@ -117,7 +117,7 @@ class DenseDecoder(CausalLM):
     def attach(self, head: DraftHead) -> None:
         self.draft_head = head
         self.attention_layers = [*self.attention_layers, head.attention]
-        ends = sorted({0, *head.taps, len(self.layers)})
+        ends = sorted({0, *(tap for tap in head.taps if tap < len(self.layers)), len(self.layers)})
         runs = [(begin, partial(_run, self.layers[begin:end])) for begin, end in pairwise(ends)]
         self._between_taps = {begin: RecordedLayers(run, self._num_ranks) for begin, run in runs}
 
@@ -169,7 +169,9 @@ class DenseDecoder(CausalLM):
             head.tap(begin, rows)
             rows = layers(rows, inputs)
         head.tap(len(self.layers), rows)
-        return Residual(rows).normed(self.norm)
+        normed = Residual(rows).normed(self.norm)
+        head.tap(len(self.layers) + 1, normed)
+        return normed
 
     def compute_logits(
         self, hidden: torch.Tensor, out: torch.Tensor | None = None, tokens: TokenContext = NO_TOKEN_CONTEXT

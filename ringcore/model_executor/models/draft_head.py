@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.attention.context import ForwardContext, TokenContext
-from ringcore.attention.layer import Attention
+from ringcore.attention.layer import AnyAttention
 from ringcore.model_executor.layers.linear import ColumnParallelLinear
 from ringcore.model_executor.linear_schemes.shard import OutputSlice
 from ringcore.model_executor.models.layer_builder import LayerBuilder
@@ -55,13 +55,13 @@ class DraftHead(ABC):
     tapped: torch.Tensor  # [most, taps * hidden_size]: what the model's last forward pass has written
 
     def __init__(self, hidden_size: int, taps: Sequence[int], dtype: torch.dtype, most: int) -> None:
-        """taps: the layers of the model before which its residual stream is taken, that many being after the last.
-        most: the most tokens of a step of the model."""
+        """taps: the layers of the model before which its residual stream is taken, that many being after the last, and
+        one more after the final norm. most: the most tokens of a step of the model."""
         self.hidden_size, self.taps, self._dtype, self._most = hidden_size, tuple(taps), dtype, most
 
     @property
     @abstractmethod
-    def attention(self) -> Attention: ...
+    def attention(self) -> AnyAttention: ...
 
     @abstractmethod
     def _layers(self) -> list[WeightedLayer]: ...
@@ -88,8 +88,8 @@ class DraftHead(ABC):
             layer.refresh()
 
     def tap(self, layer: int, rows: torch.Tensor) -> None:
-        """Called by the model before each of `taps`, and after its last layer, with its residual stream, [n,
-        hidden_size]."""
+        """Called by the model before each of `taps`, after its last layer and after its final norm, with its residual
+        stream or what was made of it, [n, hidden_size]."""
         for place, tap in enumerate(self.taps):
             if tap == layer:
                 self.tapped[: len(rows), place * self.hidden_size : (place + 1) * self.hidden_size].copy_(rows)

@@ -86,7 +86,9 @@ class BuiltModel:
         if config.model.draft_head is not None:
             most = config.scheduler.token_budget + config.scheduler.max_sampled_positions
             given = tp, TORCH_DTYPES[dtype], config.model.context_len, most
-            model.attach(build_head(config.model.draft_head, len(model.attention_layers), *given))
+            index = 1 + max(layer.index for layer in model.attention_layers)
+            experts = config.parallel.expert_parallel
+            model.attach(build_head(config.model.draft_head, index, *given, expert_parallel=experts))
         _kv_cache_spec(model, dtype, config.cache)  # what is refused, is before the weights are read
         return cls(model, dtype, time.monotonic() - start, tiles)
 

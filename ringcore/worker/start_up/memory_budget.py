@@ -158,8 +158,12 @@ def _head_bytes(config: EngineConfig, dtype: str, step_bytes: int) -> int:
     assert head is not None
     spec, ranks = head.layer, config.parallel.tensor_parallel_size
     features = (config.scheduler.token_budget + MOST_PENDING) * head.num_taps * spec.hidden_size * DTYPE_BYTES[dtype]
-    heads = (2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)) * spec.head_dim
-    inner = 4 * spec.hidden_size + max(3 * spec.intermediate_size, heads) // ranks
+    if isinstance(spec, ModelSpec):
+        heads = (2 * spec.num_heads + 4 * max(spec.num_kv_heads, ranks)) * spec.head_dim
+        widest = max(3 * spec.intermediate_size, heads) // ranks
+    else:
+        widest = spec.layer_width
+    inner = 4 * spec.hidden_size + widest
     layer = MOST_AT_ONCE * (inner * DTYPE_BYTES[dtype] + 4 * 4 * spec.hidden_size)
     logits = 2 * 4 * config.scheduler.max_sampled_positions * head.draft_vocab_size
     return features + max(0, 2 * features + layer + logits - step_bytes)

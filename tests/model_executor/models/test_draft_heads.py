@@ -10,12 +10,13 @@ from dense_attention import DenseAttention
 from safetensors.torch import save_file
 from thread_tp import on_all_ranks
 from tiny_heads import HIDDEN, VOCAB, write_head
+from tiny_mtp import MtpReference
 
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.checkpoint import find_model
 from ringcore.checkpoint.eagle_head import read_eagle_head
-from ringcore.checkpoint.mtp_head import MtpHeadSpec, mtp_tensors
+from ringcore.checkpoint.mtp_head import mtp_tensors, read_mtp_head, read_transformers_mtp_head
 from ringcore.checkpoint.spec_reader import read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.families import FAMILIES
@@ -32,9 +33,9 @@ def eagle_head(folder, model):
 def mtp_head(folder, model):
     """Random, in a file of its own."""
     model = msgspec.structs.replace(model, architecture="MiMoForCausalLM", attention_bias=True)
-    files = find_model(write_head(folder))
-    head = MtpHeadSpec(files=files, layer=model, layer_name="model.mtp_layers.0")
-    shapes = mtp_tensors(head, FAMILIES[model.architecture])
+    files, family = find_model(write_head(folder)), FAMILIES[model.architecture]
+    head = read_mtp_head(msgspec.structs.replace(files, kind="dummy"), model, family)
+    head, shapes = msgspec.structs.replace(head, files=files), mtp_tensors(head, family)
     generator = torch.Generator().manual_seed(2)
     save_file(
         {name: 0.15 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}, files.weight_files[0]
@@ -42,20 +43,28 @@ def mtp_head(folder, model):
     return head
 
 
-@pytest.mark.parametrize("make", [eagle_head, mtp_head])
-def test_two_ranks(checkpoint, tmp_path, make):
+def transformers_mtp_head(folder, model):
+    files = find_model(MtpReference("glm4_moe").save(folder / "glm"))
+    return read_transformers_mtp_head(files, read_model_spec(files, FAMILIES))
+
+
+@pytest.mark.parametrize(
+    ("make", "expert_parallel"),
+    [(eagle_head, False), (mtp_head, False), (transformers_mtp_head, False), (transformers_mtp_head, True)],
+)
+def test_two_ranks(checkpoint, tmp_path, make, expert_parallel):
     _, model = checkpoint("Llama", hidden_size=HIDDEN, vocab_size=VOCAB)
     spec = make(tmp_path, read_model_spec(find_model(model), FAMILIES))
     table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(3))
     alone = run(spec, table, SingleRank())
-    for stream, drafts in on_all_ranks(2, lambda tp: run(spec, table, tp)):
+    for stream, drafts in on_all_ranks(2, lambda tp: run(spec, table, tp, expert_parallel)):
         torch.testing.assert_close(stream, alone[0], atol=1e-4, rtol=0)
         assert torch.equal(drafts, alone[1])
 
 
 @torch.inference_mode()
-def run(spec, table, tp):
-    head = build_head(spec, 0, tp, torch.float32, 64, NUM_TOKENS)
+def run(spec, table, tp, expert_parallel=False):
+    head = build_head(spec, 0, tp, torch.float32, 64, NUM_TOKENS, expert_parallel=expert_parallel)
     with pending_weights(head.weights(), spec.files, 0, table.device, may_ignore=lambda name: True) as tensors:
         head.bind(tensors, lambda ids: table[ids], lambda hidden: hidden @ table.T)
     backend = DenseAttention(head.attention.kv_cache_spec(64, "float32"), [head.attention.spec])

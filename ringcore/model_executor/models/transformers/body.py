@@ -69,7 +69,8 @@ class NewTensors(TorchFunctionMode):
 
 
 class Body:
-    """module: the body. path: its name in the model. What a recorded pass found out:
+    """module: the body. path: its name in the model. has_plain_table: a token's embedding is its row. What a recorded
+    pass found out:
 
     counts: whether it counts the positions of its tokens though it is given them
     in_mask: whether it hands down its mask alone, and not its keyword arguments
@@ -85,6 +86,7 @@ class Body:
         self.alike: Mapping[str, str] = {}
         self.num_unread_layers = 0
         self.path = _around_embeddings(model)
+        self.has_plain_table = type(model.get_input_embeddings()) is nn.Embedding
         self.module: PreTrainedModel = model.get_submodule(self.path)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ringcore: object) -> torch.Tensor:

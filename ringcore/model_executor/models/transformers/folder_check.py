@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterable
 
 import torch
 
-from ringcore.checkpoint import TensorIndex
+from ringcore.checkpoint import TensorIndex, TransformersSpec
 from ringcore.checkpoint.expected_tensors import check_tensors, is_dispensable
+from ringcore.checkpoint.mtp_head import MtpHeadSpec
 from ringcore.errors import ModelLoadError, error_to_wire
 from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import read_layouts
@@ -36,7 +38,8 @@ def check_folder(start: FolderCheckStart) -> None:
         left_out = keep_text(Body(model), spec.max_position_embeddings)
         layouts = read_layouts(model, dense_names(TensorIndex(spec.weight_files), spec.quantization))
         Experts(model, spec.quantization).store(layouts)
-    expected = quantized_shapes(model, layouts, spec.quantization)
+        of_head = {} if start.head is None else dict(_tensors_of(start.head))
+    expected = quantized_shapes(model, layouts, spec.quantization) | of_head
     with open_source(files, 0, expected) as source:
         assert source.shapes is not None, files
         check_tensors(
@@ -46,6 +49,19 @@ def check_folder(start: FolderCheckStart) -> None:
             source.file_of,
             lambda name: is_dispensable(name) or name in left_out,
         )
+
+
+def _tensors_of(head: MtpHeadSpec) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Those of its decoder layer, by their names in the checkpoint."""
+    assert isinstance(head.layer, TransformersSpec), head
+    model = on_meta(head.layer, torch.float32)
+    layouts = read_layouts(model)
+    Experts(model, None).store(layouts)
+    layers = Body(model).path + ".layers."
+    for name, layout in layouts.items():
+        if name.startswith(layers):
+            for part, shape in layout.tensors.items():
+                yield head.in_checkpoint(part), shape
 
 
 def main(payload: bytes, fds: dict[str, int]) -> None:

@@ -20,6 +20,7 @@ from ringcore.model_executor.arithmetic import FASTEST, Arithmetic
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
+from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.model_executor.models.transformers.attention_calls import (
     AttentionCall,
     record,
@@ -43,6 +44,7 @@ from ringcore.model_executor.models.transformers.quantized_linears import dense_
 from ringcore.model_executor.models.transformers.refusal import Refused, refusals_of
 from ringcore.model_executor.models.transformers.routers import Routers
 from ringcore.model_executor.models.transformers.stages import LayerChain, StagedBody, read_chain
+from ringcore.model_executor.models.transformers.taps import tap_layers
 from ringcore.model_executor.models.transformers.tensor_parallel import Share, shard, weights_of
 from ringcore.model_executor.models.transformers.text_part import keep_text
 from ringcore.model_executor.threads import one_thread
@@ -90,7 +92,7 @@ class TransformersModel(CausalLM):
     ) -> None:
         """Raises `ModelLoadError` with the reason why the model cannot be computed here."""
         # Out of inference mode, in which a dispatch mode sees operations before they are decomposed.
-        self.stage, self._expert_parallel = stage, expert_parallel and tp.size > 1
+        self._spec, self.stage, self._expert_parallel = spec, stage, expert_parallel and tp.size > 1
         self._redundant_experts, self._tiles = redundant_experts, arithmetic.tiles
         with refusals_of(spec), torch.inference_mode(False), torch.no_grad(), one_thread():
             self._build(spec, tp, dtype, max_model_len, arithmetic.schemes(scheme_of))
@@ -170,6 +172,18 @@ class TransformersModel(CausalLM):
         self.attention_layers = [layer for layer in self.attention_layers if layer.index in staged.own]
         staged.install(dtype)
 
+    def attach(self, head: DraftHead) -> None:
+        """See `CausalLM`. Raises `ModelLoadError` for a model whose hidden states cannot be read."""
+        with refusals_of(self._spec):
+            tap_layers(self._body, self._fusion.recognised.layers, self._num_attention_layers, head)
+        self.draft_head = head
+        self.attention_layers = [*self.attention_layers, head.attention]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM`."""
+        rows: torch.Tensor = self._model.get_input_embeddings()(input_ids)
+        return rows
+
     @property
     def has_plan(self) -> bool:
         """Whether the model says how its linears are split over ranks."""
@@ -240,6 +254,8 @@ class TransformersModel(CausalLM):
         if not self.stage.is_first:
             given.received, ids = inputs, torch.zeros_like(positions)
         hidden = self._body(ids, positions, given)
+        if self.draft_head is not None:
+            self.draft_head.tap(self._num_attention_layers + 1, hidden)
         if self.stage.is_last:
             return hidden
         assert given.left is not None

@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves
 from ringcore.distributed.parallel import Stage
 from ringcore.model_executor.models.transformers.attention_calls import record
 from ringcore.model_executor.models.transformers.body import Body
-from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
+from ringcore.model_executor.models.transformers.fusion.forward_pass import pass_of
 from ringcore.model_executor.models.transformers.fusion.fused_layer import FusedLayer
-from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.refusal import Refused
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.stages import layers_of, total_bytes
@@ -215,7 +214,7 @@ class _Entrance:
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = _given(args, kwargs)
+        given = pass_of(args, kwargs)
         assert given.received is not None
         given.stream = Residual(given.received.clone()) if isinstance(layer, FusedLayer) else None
         placeholder = args[0] if self.hidden is None else kwargs[self.hidden]
@@ -224,14 +223,14 @@ class _Entrance:
 
 
 def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    given = _given(args, kwargs)
-    hidden = output[0] if isinstance(output, tuple) else output
-    given.left = hidden[0].float() if given.stream is None else given.stream.rows
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardPass:
-    given: ForwardPass = handed_down(kwargs.get("ringcore"), *args, *kwargs.values())
-    return given
+    """The stream before any norm; where the next stage goes on with it, in its units."""
+    given = pass_of(args, kwargs)
+    if isinstance(layer, FusedLayer):
+        assert given.ended is not None
+        given.left = given.ended.rows if given.stream is not None else layer.in_units_of_body(given.ended)
+    else:
+        hidden = output[0] if isinstance(output, tuple) else output
+        given.left = hidden[0].float()
 
 
 def _is_in(name: str, path: str) -> bool:

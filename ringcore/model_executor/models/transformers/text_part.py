@@ -25,14 +25,17 @@ __all__ = ["LeftOut", "keep_text"]
 
 
 class LeftOut:
-    """The names of a checkpoint's tensors that are left out: those that transformers' model class leaves out (of layers
-    that only predict several tokens at once), and those of the parts that were removed."""
+    """The names of a checkpoint's tensors that are left out: those of layers that only predict several tokens at once,
+    by the configuration or as transformers' model class leaves them out, and those of the parts that were removed."""
 
     def __init__(
         self, model: PreTrainedModel, parts: Collection[str] = (), names: CheckpointNames | None = None
     ) -> None:
         """parts: names of modules and parameters. names: of the model before they were removed."""
-        self._patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected]
+        text = model.config.get_text_config()
+        first, count = (getattr(text, name, None) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+        own = [rf"\blayers\.{layer}\." for layer in range(first, first + count)]
+        self._patterns = [re.compile(pattern) for pattern in [*model._keys_to_ignore_on_load_unexpected, *own]]
         self._parts, self._names = parts, names
 
     def __contains__(self, checkpoint_name: str) -> bool:

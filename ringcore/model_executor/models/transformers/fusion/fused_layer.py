@@ -36,8 +36,8 @@ class FusedLayer(nn.Module):
         stream is that of the layer before, and goes on in the next. final_norm: of the body, after the last layer.
         num_results: of the tuple that it returns; None: a tensor."""
         super().__init__()
-        self.layer, self.final_norm = layer, final_norm
-        self._scale, self._continues, self._is_continued = scale, continues, is_continued
+        self.layer, self.final_norm, self.scale = layer, final_norm, scale
+        self._continues, self._is_continued = continues, is_continued
         self._num_results = num_results
         for name, value in vars(replaced).items():
             if isinstance(value, str | int | float) and name not in vars(self):
@@ -48,11 +48,11 @@ class FusedLayer(nn.Module):
         stream = ringcore.stream
         if not self._continues or stream is None:
             stream = Residual(hidden_states[0].to(torch.float32, copy=True))
-            if self._scale != 1:
-                stream.rows.div_(self._scale)
+            if self.scale != 1:
+                stream.rows.div_(self.scale)
         given = kwargs | {"ringcore": ringcore}
         self.layer(stream, ModuleInputs(ringcore.ctx, ringcore.rotations, (hidden_states, *args), given))
-        ringcore.stream = stream if self._is_continued else None
+        ringcore.stream, ringcore.ended = (stream if self._is_continued else None), stream
         out = hidden_states if self._is_continued else self._left(stream, hidden_states.dtype)
         return out if self._num_results is None else (out,)
 
@@ -60,8 +60,11 @@ class FusedLayer(nn.Module):
         """What the body reads of the stream: [1, num_tokens, hidden_size]."""
         if self.final_norm is not None:
             return stream.normed(self.final_norm)[None]
-        rows = stream.rows if self._scale == 1 else stream.rows * self._scale
-        return rows.to(dtype)[None]
+        return self.in_units_of_body(stream).to(dtype)[None]
+
+    def in_units_of_body(self, stream: Residual) -> torch.Tensor:
+        """[num_tokens, hidden_size] float32."""
+        return stream.rows if self.scale == 1 else stream.rows * self.scale
 
     def weighted(self) -> list[WeightedLayer]:
         return [*self.layer.layers(), *([] if self.final_norm is None else [self.final_norm])]

@@ -1,0 +1,165 @@
+"""Heads of models that transformers' modules compute: they draft what plain torch finds over the same states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from step_driver import admit, execute, make_config, make_step, run, start
+from tiny_heads import HeadReference, head_tensors, write_head
+from tiny_mtp import MTP_MODELS, NUM_LAYERS, SIZES, MtpReference, spread
+
+from ringcore.config import EngineConfig
+from ringcore.errors import ConfigError, ModelLoadError
+from ringcore.model_executor.models.transformers.folder_check import check_folder
+from ringcore.model_executor.models.transformers.fusion import fused_model
+from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
+from ringcore.protocol.codec import int_array
+from ringcore.protocol.folder_check import FolderCheckStart
+from ringcore.worker.drafts.head_proposer import HeadProposer
+from ringcore.worker.runner import draft_costs
+from ringcore.worker.worker import Worker
+
+PROMPT = [5, 17, 80, 3, 44, 9, 61, 2, 33]
+MTP = {"method": "mtp", "num_drafts": 4}
+
+
+def drafted(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[tuple[list[int], Any]]]:
+    """What one request writes, and the drafts after which tokens: a prompt in chunks, steps after wrong drafts."""
+    monkeypatch.setattr(draft_costs, "COST_SIZES", (1, 2))
+    monkeypatch.setattr(HeadProposer, "_is_worthwhile", lambda self: True)
+    worker = start(Worker(config, 0, None))
+    proposer: Any = worker._runner._stages.proposer  # type: ignore[union-attr]
+    found: list[tuple[list[int], Any]] = []
+    draft = proposer._runs.draft
+
+    def seen(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        drafts: np.ndarray = draft(rows, starts, counts)
+        found.append((proposer.rows.token_ids[0, : starts[0] + 1].tolist(), drafts[0, : counts[0]].tolist()))
+        return drafts
+
+    monkeypatch.setattr(proposer._runs, "draft", seen)
+    monkeypatch.setattr(proposer.odds, "choose", lambda rows, most, *_: most.copy())
+    blocks = [range(1, 11)] * len(plan_groups(worker))
+    run(worker, {0: 4}, new=[admit(0, PROMPT, *blocks)])
+    run(worker, {0: 5})
+    for _ in range(6):
+        execute(worker, msgspec.structs.replace(make_step({0: 1}), max_gained=int_array([5])))
+    written = proposer.rows.token_ids[0, : proposer.rows.num_tokens[0]].tolist()
+    worker.shutdown()
+    assert len(found) == 6
+    return written, found
+
+
+def plan_groups(worker: Worker) -> list[Any]:
+    return list(dict.fromkeys(worker.get_kv_cache_spec().values()))
+
+
+@torch.inference_mode()
+def greedy(model: Any, count: int) -> list[int]:
+    tokens = list(PROMPT)
+    while len(tokens) < count:
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# EAGLE-3.
+
+
+def nothing_recognised(recognise: Callable[..., Recognised]) -> Callable[..., Recognised]:
+    return lambda *given: Recognised(recognise(*given).layers)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("layers", [[0, 1, 3], [1, 2, 3]])
+def test_eagle_heads(
+    tiny_llama: tuple[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_fused: bool,
+    layers: list[int],
+) -> None:
+    """Over our layers, whose stream goes from one to the next, and over the model's own."""
+    if not is_fused:
+        monkeypatch.setattr(fused_model, "recognise", nothing_recognised(fused_model.recognise))
+    head = write_head(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
+    speculative = {"method": "eagle3", "model": head}
+    config = make_config(tiny_llama[0], model_impl="transformers", speculative=speculative)
+    written, found = drafted(config, monkeypatch)
+    reference = HeadReference(head_tensors(), tiny_llama[1], layers=layers)
+    assert [drafts for _, drafts in found] == [reference.drafts(tokens, 4) for tokens, _ in found]
+    assert written == greedy(tiny_llama[1], len(written))
+
+
+def test_layers_with_a_scale_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our layers have the stream in units of it."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = {name: size for name, size in SIZES.items() if "expert" not in name}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = GraniteConfig(**sizes, num_hidden_layers=NUM_LAYERS, residual_multiplier=0.3, embedding_multiplier=2.0)
+        model = GraniteForCausalLM(config).float().eval()
+        spread(model)
+    folder = tmp_path / "granite"
+    model.save_pretrained(folder)
+    head = write_head(tmp_path / "head")
+    written, found = drafted(make_config(str(folder), speculative={"method": "eagle3", "model": head}), monkeypatch)
+    reference = HeadReference(head_tensors(), model)
+    assert [drafts for _, drafts in found] == [reference.drafts(tokens, 4) for tokens, _ in found]
+    assert written == greedy(model, len(written))
+
+
+def test_embeddings_that_are_scaled_by_their_module_are_refused(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {name: size for name, size in SIZES.items() if "expert" not in name} | {"head_dim": 16}
+    folder = tmp_path / "gemma"
+    Gemma2ForCausalLM(Gemma2Config(**sizes, num_hidden_layers=NUM_LAYERS)).float().save_pretrained(folder)
+    head = write_head(tmp_path / "head")
+    worker = Worker(make_config(str(folder), speculative={"method": "eagle3", "model": head}), 0, None)
+    worker.init_device()
+    with pytest.raises(ModelLoadError, match="its embeddings are more than rows of a table"):
+        worker.load_model()
+    worker.shutdown()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers of multi-token prediction.
+
+
+@pytest.mark.parametrize("model_type", MTP_MODELS)
+def test_mtp_layers(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = MtpReference(model_type)
+    folder = reference.save(tmp_path / "model")
+    model = reference.cut()
+    written, found = drafted(make_config(folder, speculative=MTP), monkeypatch)
+    assert [drafts for _, drafts in found] == [reference.drafts(tokens, 4) for tokens, _ in found]
+    assert written == greedy(model, len(written))
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path, tiny_llama: tuple[str, Any]) -> None:
+    reference = MtpReference("glm4_moe")
+    folder = reference.save(tmp_path / "none", num_nextn_predict_layers=0)
+    with pytest.raises(ConfigError, match=r"has no layers of multi-token prediction"):
+        make_config(folder, speculative=MTP)
+    with pytest.raises(ConfigError, match=r"of MiMoForCausalLM, deepseek_v3, glm4_moe, glm4_moe_lite, and not"):
+        make_config(tiny_llama[0], model_impl="transformers", speculative=MTP)
+    config = make_config(str(reference.save(tmp_path / "shapes")), speculative=MTP)
+    check_folder(FolderCheckStart(config.model.spec, config.model.files, config.model.draft_head))
+    tensors = load_file(tmp_path / "shapes" / "model.safetensors")
+    del tensors["model.layers.3.mlp.experts.1.up_proj.weight"]
+    save_file(tensors, tmp_path / "shapes" / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"'model.layers.3.mlp.experts.1.up_proj.weight' is missing"):
+        check_folder(FolderCheckStart(config.model.spec, config.model.files, config.model.draft_head))
+    del reference.own["eh_proj"]
+    folder = reference.save(tmp_path / "cut")
+    with pytest.raises(ModelLoadError, match=r"'model.layers.3.eh_proj.weight' is missing"):
+        make_config(folder, speculative=MTP)
