@@ -31,6 +31,7 @@ from ringcore.protocol.requests import EngineCoreRequest
 __all__ = ["Speculation"]
 
 ON, OFF, KNOWN, HEAD = "ringcore", "without drafts", "known text", "a head"
+KNOWN_HEAD = "a head of known text"
 BATCHES, SHAPES_BATCHES = "1,4,16", "1,8,32"
 TOKENS = 96
 SPECULATIVE: Mapping[str, Any] = {
@@ -38,6 +39,7 @@ SPECULATIVE: Mapping[str, Any] = {
     OFF: None,
     KNOWN: {"method": "benchmarks.peers.known_text:KnownText"},
     HEAD: {"method": "eagle3"},
+    KNOWN_HEAD: {"method": "benchmarks.peers.known_text:KnownHead"},
 }
 RANDOM = "random"
 
@@ -67,9 +69,9 @@ class Speculation(Benchmark):
     def run(self, plan: Plan) -> Findings:
         options, measurements, checks = plan.options, [], []
         with _model(plan) as folder, _head(options, folder) as options.head:
-            names = (_subject(options), OFF)
-            if options.shapes and not options.head:
-                names = (*names, KNOWN)
+            names: tuple[str, ...] = (_subject(options), OFF)
+            if options.shapes:
+                names = (*names, KNOWN_HEAD if options.head else KNOWN)
             engines = {name: _Engine(folder, options, name) for name in names}
             try:
                 for name, load in _loads(options, engines[OFF]):
@@ -130,11 +132,10 @@ def _loads(options: argparse.Namespace, engine: _Engine) -> Iterator[tuple[str, 
     vocab_size = engine.core.config.model.spec.vocab_size
     yield from ((_subject(options), free_load(batch, options.tokens, vocab_size)) for batch in batches)
     yield from ((_subject(options), forced_load(batch, options.tokens, vocab_size, None)) for batch in batches)
-    if options.head:
-        return
+    known = KNOWN_HEAD if options.head else KNOWN
     for percent in options.chances.split(","):
         for batch in batches:
-            yield KNOWN, forced_load(batch, options.tokens, vocab_size, int(percent) / 100)
+            yield known, forced_load(batch, options.tokens, vocab_size, int(percent) / 100)
 
 
 def _conditions(options: argparse.Namespace) -> list[str]:
@@ -142,7 +143,9 @@ def _conditions(options: argparse.Namespace) -> list[str]:
         return [
             f"{options.shapes or 'The model'} on {options.device}; {options.tokens} tokens of a request, from the "
             f"first token on. Drafts of an EAGLE-3 head, at most {options.drafts} of a row and step. With random "
-            "weights they are wrong: the figures are what a head costs that is of no use.",
+            "weights they are wrong: the figures are what a head costs that is of no use. Where drafts are right by "
+            "chance, known tokens are in the place of those that the head computed; how many there are follows from "
+            "odds and costs.",
         ]
     if options.shapes:
         return [
@@ -182,13 +185,13 @@ def _rate(engines: Mapping[str, _Engine], load: Load, name: str, round_: int) ->
 class _Engine:
     def __init__(self, folder: Path, options: argparse.Namespace, name: str) -> None:
         speculative = SPECULATIVE[name]
-        if name in (KNOWN, HEAD):
+        if name != ON and speculative is not None:
             speculative = {**speculative, "num_drafts": options.drafts}
-        if name == HEAD:
+        if name in (HEAD, KNOWN_HEAD):
             speculative["model"] = options.head
         of_shapes: dict[str, Any] = {}
         if options.shapes:
-            of_shapes = {"load_format": "dummy", "executor": "multiproc"}
+            of_shapes = {"load_format": "dummy", "executor": "multiproc", "max_model_len": 1024}
             of_shapes |= {"kv_cache_bytes": 4 << 30, "dtype": "bfloat16"} if options.device == "cuda" else {}
         given = {"kv_cache_bytes": 1 << 28, "executor": "uniproc", "max_model_len": 2048} | of_shapes
         config = EngineConfig.from_options(model=str(folder), device=options.device, speculative=speculative, **given)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ringcore.config import EngineConfig
+from ringcore.worker.drafts.head_proposer import HeadProposer
+from ringcore.worker.drafts.head_runs import HeadRuns
 from ringcore.worker.drafts.proposer import Drafts, Proposer
+from ringcore.worker.rows.request_rows import RequestRows
 
-__all__ = ["KNOWN_TOKEN", "KnownText", "first_token"]
+__all__ = ["KNOWN_TOKEN", "KnownHead", "KnownText", "first_token"]
 
 KNOWN_TOKEN, _OTHER_TOKEN = 7, 8
 _FIRST = 100  # the first token of a prompt is so much more than the chance in percent
@@ -26,7 +32,36 @@ class KnownText(Proposer):
     def propose(self, rows: np.ndarray, most: np.ndarray, num_tokens: int) -> Drafts:
         if not self.may_propose(rows, most, num_tokens):
             return Drafts(np.zeros(len(rows), dtype=np.int64), np.zeros(0, dtype=np.int32))
-        chances = np.repeat((self.rows.token_ids[rows, 0] - _FIRST) / 100, most)
-        seed = int(self.rows.num_tokens[rows].sum())  # the same on every rank
-        is_right = np.random.default_rng(seed).random(int(most.sum())) < chances
-        return Drafts(most, np.where(is_right, KNOWN_TOKEN, _OTHER_TOKEN).astype(np.int32))
+        return Drafts(most, _known(self.rows, rows, most))
+
+
+class KnownHead(HeadProposer):
+    """A head that computes its drafts and has known ones instead, as many as pay."""
+
+    def __init__(self, config: EngineConfig, rows: RequestRows, runs: HeadRuns) -> None:
+        known: Any = _KnownRuns(runs, rows)
+        super().__init__(config, rows, known)
+
+    def _is_worthwhile(self) -> bool:
+        """Every request is followed, whatever became of the drafts of others."""
+        return True
+
+
+class _KnownRuns:
+    def __init__(self, runs: HeadRuns, rows: RequestRows) -> None:
+        self._runs, self._rows = runs, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runs, name)
+
+    def draft(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        drafts = self._runs.draft(rows, starts, counts)
+        return _known(self._rows, rows, np.full(len(rows), drafts.shape[1])).reshape(drafts.shape)
+
+
+def _known(rows: RequestRows, drafting: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """counts[i] tokens of row drafting[i], int32."""
+    chances = np.repeat((rows.token_ids[drafting, 0] - _FIRST) / 100, counts)
+    seed = int(rows.num_tokens[drafting].sum())  # the same on every rank
+    is_right = np.random.default_rng(seed).random(len(chances)) < chances
+    return np.where(is_right, KNOWN_TOKEN, _OTHER_TOKEN).astype(np.int32)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["Replayed", "capture_at_once", "decode_graphs_on_cpu"]
+__all__ = ["Replayed", "capture_at_once", "decode_graphs_on_cpu", "head_graphs_on_cpu"]
 
 
 class Replayed:
@@ -53,3 +53,11 @@ def decode_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(graph_capture, "capture", captured)
     monkeypatch.setattr(device_launcher, "DecodeStep", decode_graphs.DecodeGraphs)
+
+
+def head_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a head are graphs in runners that are made from now on. After `device_runner`."""
+    from ringcore.worker.runner import graph_capture, head_graphs, model_runner
+
+    monkeypatch.setattr(graph_capture, "capture", captured)
+    monkeypatch.setattr(model_runner, "HeadRuns", head_graphs.HeadGraphs)

@@ -15,6 +15,7 @@ from adjusted_model import Arithmetic
 from adjusted_requests import EOS, PROCESSORS, VOCAB_SIZE, expected, some_requests
 from device_runner import rows_on_device
 from drafted_rows import MAX_TOKENS, write
+from fake_graphs import head_graphs_on_cpu
 from head_rows import compare_drafts
 from step_driver import admit, execute, make_config, make_step, run, start
 from tiny_heads import HEAD_CONFIG, HeadReference, head_tensors, write_head
@@ -34,15 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_head(tmp_path_factory.mktemp("head"))
 
 
-@pytest.fixture(scope="module", params=["cpu", "gpu"])
+@pytest.fixture(scope="module", params=["cpu", "gpu", "graphs"])
 def worker(request: pytest.FixtureRequest, tiny_llama: tuple[str, Any], folder: str) -> Iterator[Worker]:
-    """gpu: its runner, by interpreted kernels."""
+    """gpu: its runner, by interpreted kernels; graphs: with the head's runs as graphs."""
     speculative = {"method": FREE, "model": folder, "num_drafts": 4}
     config = make_config(tiny_llama[0], logits_processors=PROCESSORS, speculative=speculative, max_num_seqs=14)
     patch = pytest.MonkeyPatch()
     patch.setattr(draft_costs, "COST_SIZES", (1, 2))
-    if request.param == "gpu":
+    if request.param != "cpu":
         rows_on_device(patch, plans_on_device=True)
+    if request.param == "graphs":
+        head_graphs_on_cpu(patch)
+        patch.setattr(draft_costs, "COST_SIZES", (1, 2, 3, 17))
     worker = start(Worker(config, 0, None), num_blocks=1 + 14 * MAX_TOKENS // 4)
     assert worker._runner is not None
     worker._runner.adjustments.grammars = Arithmetic(EOS, VOCAB_SIZE)  # type: ignore[assignment]

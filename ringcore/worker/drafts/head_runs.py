@@ -43,9 +43,8 @@ class HeadRuns:
             self._compute(Due(due.rows[is_in], (due.starts + lows - firsts)[is_in], counts[is_in], tapped))
 
     def _compute(self, due: Due) -> None:
-        token_rows = np.repeat(due.rows, due.counts)
+        token_rows, positions = self._of_tokens(due.rows, due.starts, due.counts)
         firsts = np.cumsum(due.counts) - due.counts
-        positions = np.arange(len(token_rows)) + np.repeat(due.starts - firsts, due.counts)
         token_ids = self._rows.token_ids[token_rows, positions + 1].astype(np.int64)
         features = self.head.features(due.tapped)
         stream = self._run(due.rows, due.starts, due.counts, upload(token_ids, self._device), features)
@@ -98,13 +97,10 @@ class HeadRuns:
     def _metadata(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
     ) -> tuple[AttentionMetadata, torch.Tensor]:
-        """With the positions [num_tokens] int64. What a shared block has of a cached token stays."""
+        """With the positions [num_tokens] int64."""
         query_start_loc = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(len(token_rows)) + np.repeat(starts - query_start_loc[:-1], counts)
+        token_rows, positions = self._of_tokens(rows, starts, counts)
         seq_lens = (starts + counts).astype(np.int32)
-        is_cached = positions < self._rows.num_cached_tokens[token_rows]
-        slots = self._table.slots(token_rows, positions, is_cached if is_cached.any() else None)
         max_seq_len = int(seq_lens.max())
         metadata = AttentionMetadata(
             num_tokens=len(token_rows),
@@ -114,7 +110,18 @@ class HeadRuns:
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
             block_table_cpu=self._table.block_ids[rows, : -(-max_seq_len // self._table.block_size)],
-            slot_mapping=upload(slots, self._device),
+            slot_mapping=upload(self._slots(token_rows, positions), self._device),
             num_decodes=len(rows) if len(token_rows) == len(rows) else 0,
         )
         return metadata, upload(positions, self._device)
+
+    def _of_tokens(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """counts[i] positions of row rows[i] from starts[i] on: of each token its row and position."""
+        firsts = np.cumsum(counts) - counts
+        token_rows = np.repeat(rows, counts)
+        return token_rows, np.arange(len(token_rows)) + np.repeat(starts - firsts, counts)
+
+    def _slots(self, token_rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """What a shared block has of a cached token stays."""
+        is_cached = positions < self._rows.num_cached_tokens[token_rows]
+        return self._table.slots(token_rows, positions, is_cached if is_cached.any() else None)

@@ -22,6 +22,7 @@ from ringcore.worker.logits.sampling_stage import SamplingStage
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rows.request_rows import RequestRows
 from ringcore.worker.runner.draft_costs import measure_costs
+from ringcore.worker.runner.head_graphs import HeadGraphs
 from ringcore.worker.runner.loaded_model import LoadedModel
 from ringcore.worker.runner.paged_model import PagedModel
 from ringcore.worker.runner.step_launcher import LaunchedSteps, StepLauncher, StepStages
@@ -77,19 +78,21 @@ class ModelRunner:
             dtype=loaded.dtype,
             tracer=tracer,
             link=link,
-            proposer=make_proposer(config, self.rows, self._head_runs()) if may_draft else None,
+            proposer=make_proposer(config, self.rows, self._head_runs(config)) if may_draft else None,
         )
         self.launcher = launcher(self._stages, config, kv_cache_config)
         self._kv_cache_config, self._tracer = kv_cache_config, tracer
 
-    def _head_runs(self) -> HeadRuns | None:
+    def _head_runs(self, config: EngineConfig) -> HeadRuns | None:
         """Of the head that drafts; None: there is none."""
         head, paged = self.paged.model.draft_head, self.paged
         if head is None:
             return None
         index = head.attention.index
         group = paged.group_of_layer[index]
-        return HeadRuns(head, paged.backends[group], paged.kv_caches[index], self.rows, group)
+        is_eager = config.device.enforce_eager or paged.kv_caches[index].device.type != "cuda"
+        runs = HeadRuns if is_eager else HeadGraphs
+        return runs(head, paged.backends[group], paged.kv_caches[index], self.rows, group)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> LaunchedSteps:

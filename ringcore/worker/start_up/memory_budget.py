@@ -35,6 +35,7 @@ from ringcore.worker.drafts.head_runs import MOST_AT_ONCE
 from ringcore.worker.logits.prompt_logprobs import positions_at_once
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.rows.row_tables import table_bytes
+from ringcore.worker.runner.head_graphs import GRAPH_SIZES
 
 __all__ = ["StepPeaks", "activation_bytes", "format_table", "memory_table", "planned_cache"]
 
@@ -137,7 +138,9 @@ def _needs(
     """The memory that steps will need beside what the process already uses and the KV cache."""
     computed = activation_bytes(config.model.spec, config, dtype)
     step_bytes = computed if peaks is None else peaks.largest_bytes
-    head = {} if config.model.draft_head is None else {"draft_head_bytes": _head_bytes(config, dtype, step_bytes)}
+    has_graphs = peaks is not None and peaks.num_graphs > 0
+    has_head = config.model.draft_head is not None
+    head = {"draft_head_bytes": _head_bytes(config, dtype, step_bytes, has_graphs)} if has_head else {}
     if peaks is None:
         return {"activations_bytes": computed} | head
     if peaks.largest_bytes > computed + _ROUNDING_BYTES:
@@ -151,9 +154,9 @@ def _needs(
     }
 
 
-def _head_bytes(config: EngineConfig, dtype: str, step_bytes: int) -> int:
-    """An upper bound of what a head that drafts takes: features of tokens that it has not computed, and what a run of
-    it takes above a step of the model, whose memory is free by then."""
+def _head_bytes(config: EngineConfig, dtype: str, step_bytes: int, has_graphs: bool) -> int:
+    """An upper bound of what a head that drafts takes: features of tokens that it has not computed, what a run of it
+    takes above a step of the model, whose memory is free by then, and what its graphs keep."""
     head = config.model.draft_head
     assert head is not None
     spec, ranks = head.layer, config.parallel.tensor_parallel_size
@@ -164,9 +167,10 @@ def _head_bytes(config: EngineConfig, dtype: str, step_bytes: int) -> int:
     else:
         widest = spec.layer_width
     inner = 4 * spec.hidden_size + widest
-    layer = MOST_AT_ONCE * (inner * DTYPE_BYTES[dtype] + 4 * 4 * spec.hidden_size)
-    logits = 2 * 4 * config.scheduler.max_sampled_positions * head.draft_vocab_size
-    return features + max(0, 2 * features + layer + logits - step_bytes)
+    of_token, of_logits = inner * DTYPE_BYTES[dtype] + 4 * 4 * spec.hidden_size, 2 * 4 * head.draft_vocab_size
+    run = MOST_AT_ONCE * of_token + config.scheduler.max_sampled_positions * of_logits
+    graphs = GRAPH_SIZES[-1] * (of_token + of_logits) if has_graphs else 0
+    return features + max(0, 2 * features + run - step_bytes) + graphs
 
 
 def _graphs_bytes(config: EngineConfig, peaks: StepPeaks) -> int:
