@@ -17,7 +17,7 @@ from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, ExpertWeight, Routing
 from ringcore.kernels.fma_row import load_row
-from ringcore.kernels.packed_gemv import chunk_products, load_outputs
+from ringcore.kernels.packed_gemv import chunk_products, load_outputs, sums_of_both
 from ringcore.kernels.packed_weight import NIBBLE_CHUNK, PackedWeight
 from ringcore.kernels.skinny_times import NUM_SMS
 from ringcore.kernels.weight_tiles import tile_arguments
@@ -89,7 +89,7 @@ def packed_expert_gate_kernel(
             up = chunk_products(
                 loaded, len(loaded) // 2, row, packed, of_up, num_inputs, block_inputs, is_exact, layout
             )
-            gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+            gate, up = sums_of_both(gate, up)
             if has_norm:
                 gate, up = gate * factor, up * factor
             if has_bias:

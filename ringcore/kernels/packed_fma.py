@@ -18,7 +18,7 @@ import triton.language as tl
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.fma_row import load_row
-from ringcore.kernels.packed_gemv import chunk_products, load_outputs
+from ringcore.kernels.packed_gemv import chunk_products, load_outputs, sums_of_both
 
 __all__ = ["packed_fma_kernel"]
 
@@ -91,23 +91,28 @@ def packed_fma_kernel(
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
             inputs = loaded_rows[row], packed
-            y = tl.sum(chunk_products(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout), 1)
+            targets = out + row * num_outputs + rows
+            if adds:
+                added = tl.load(targets, mask=stored, other=0.0).to(tl.float32)
+            products = chunk_products(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout)
+            if is_gated:
+                of_up = chunk_products(
+                    loaded, len(loaded) // 2, *inputs, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
+                )
+                y, z = sums_of_both(products, of_up)
+            else:
+                y = tl.sum(products, 1)
             if has_norm:
                 y *= factors[row]
             if has_bias:
                 y += tl.load(bias + rows).to(tl.float32)
             if is_gated:
-                of_up = chunk_products(
-                    loaded, len(loaded) // 2, *inputs, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
-                )
-                z = tl.sum(of_up, 1)
                 if has_norm:
                     z *= factors[row]
                 if has_bias:
                     z += tl.load(bias + num_outputs + rows).to(tl.float32)
                 y = activated(y, is_gelu) * z
-            targets = out + row * num_outputs + rows
             if adds:
-                y += tl.load(targets, mask=stored, other=0.0).to(tl.float32)
+                y += added
             tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
         loaded = following
