@@ -131,8 +131,8 @@ def _load_gate(
 ):
     """As `load_outputs`: those of the gate, then those of up."""
     of_gate, of_up = _gate_rows(base, outputs, num_outputs, is_interleaved)
-    loaded = load_outputs(weight, packed, of_gate, num_inputs, block_inputs, layout)
-    return loaded + load_outputs(weight, packed, of_up, num_inputs, block_inputs, layout)
+    loaded = load_outputs(weight, packed, of_gate, of_gate, num_inputs, block_inputs, layout)
+    return loaded + load_outputs(weight, packed, of_up, of_up, num_inputs, block_inputs, layout)
 
 
 @triton.jit
@@ -151,7 +151,8 @@ def _load_down(
     loaded = ()
     for i in tl.static_range(block_outputs):
         output = tl.minimum(first + i, num_outputs - 1)
-        loaded += load_outputs(weight, packed, bases + output, num_inputs, block_inputs, layout)
+        rows = bases + output
+        loaded += load_outputs(weight, packed, rows, rows, num_inputs, block_inputs, layout)
     return loaded
 
 

@@ -27,18 +27,28 @@ __all__ = ["packed_fma_kernel"]
 def _load_tile(
     weight,
     packed,
-    rows,
+    tile,
     num_outputs,
     num_inputs: tl.constexpr,
     block_inputs: tl.constexpr,
+    block_outputs: tl.constexpr,
+    has_one_scale: tl.constexpr,
     is_gated: tl.constexpr,
     layout: tl.constexpr,
 ):
     """As `load_outputs`; of a gated weight those of the gate, then those of up."""
-    loaded = load_outputs(weight, packed, rows, num_inputs, block_inputs, layout)
+    rows = _rows_of(tile, num_outputs, block_outputs, block_outputs)
+    of_scales = _rows_of(tile, num_outputs, block_outputs, 1 if has_one_scale else block_outputs)
+    loaded = load_outputs(weight, packed, rows, of_scales, num_inputs, block_inputs, layout)
     if is_gated:
-        loaded = loaded + load_outputs(weight, packed, rows + num_outputs, num_inputs, block_inputs, layout)
+        rows, of_scales = rows + num_outputs, of_scales + num_outputs
+        loaded = loaded + load_outputs(weight, packed, rows, of_scales, num_inputs, block_inputs, layout)
     return loaded
+
+
+@triton.jit
+def _rows_of(tile, num_outputs, block_outputs: tl.constexpr, count: tl.constexpr):
+    return tl.minimum(tile * block_outputs + tl.arange(0, count), num_outputs - 1)
 
 
 @triton.jit(do_not_specialize=["num_outputs"])
@@ -61,6 +71,7 @@ def packed_fma_kernel(
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
     row_group: tl.constexpr,  # inputs that share a scale of x, which is rounded to FP8; 0: it is not
+    has_one_scale: tl.constexpr,  # for each chunk of all outputs of a tile
     is_exact: tl.constexpr,  # products of the weight are float32
     pdl: tl.constexpr,
     layout: tl.constexpr,
@@ -70,10 +81,12 @@ def packed_fma_kernel(
     step = tl.num_programs(0)
     num_tiles = tl.cdiv(num_outputs, block_outputs)
     index = tl.arange(0, block_outputs)
-    rows = tl.minimum(tl.program_id(0) * block_outputs + index, num_outputs - 1)
     if pdl:
         gdc_launch_dependents()
-    loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
+    loaded = _load_tile(
+        *(weight, packed, tl.program_id(0), num_outputs, num_inputs, block_inputs, block_outputs),
+        has_one_scale, is_gated, layout,
+    )  # fmt: skip
     if pdl:
         gdc_wait()
     loaded_rows = ()
@@ -85,9 +98,11 @@ def packed_fma_kernel(
         loaded_rows += (of_row,)
         factors += (tl.rsqrt(squares / num_inputs + eps),)
     for tile in tl.range(tl.program_id(0), num_tiles, step):
-        rows = tl.minimum(tile * block_outputs + index, num_outputs - 1)
-        next_rows = tl.minimum((tile + step) * block_outputs + index, num_outputs - 1)
-        following = _load_tile(weight, packed, next_rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
+        rows = _rows_of(tile, num_outputs, block_outputs, block_outputs)
+        following = _load_tile(
+            *(weight, packed, tile + step, num_outputs, num_inputs, block_inputs, block_outputs),
+            has_one_scale, is_gated, layout,
+        )  # fmt: skip
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
             inputs = loaded_rows[row], packed

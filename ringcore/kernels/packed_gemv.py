@@ -22,15 +22,18 @@ _FP8, _INT8, _NIBBLES = tl.constexpr(BYTES_FP8), tl.constexpr(BYTES_INT8), tl.co
 
 
 @triton.jit
-def load_outputs(weight, packed, rows, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """Words and scales of outputs, of each block of inputs: one tuple."""
+def load_outputs(
+    weight, packed, rows, of_scales, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr
+):
+    """Words and scales of outputs, of each block of inputs: one tuple. of_scales: rows, or one of them where all share
+    their scales."""
     chunk: tl.constexpr = chunk_inputs(layout)
     each: tl.constexpr = chunk // 4
     is_whole: tl.constexpr = num_inputs % block_inputs == 0
     loaded = ()
     for at in tl.static_range(0, num_inputs, block_inputs):
         words = load_codes(weight, packed, rows, at // each, block_inputs // each, each, num_inputs, is_whole)
-        loaded += (words, chunk_scales(packed, rows, at, block_inputs // chunk, chunk, layout))
+        loaded += (words, chunk_scales(packed, of_scales, at, block_inputs // chunk, chunk, layout))
     return loaded
 
 

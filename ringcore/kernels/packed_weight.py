@@ -107,6 +107,7 @@ class PackedWeight:
 
     def as_words(self) -> PackedWeight:
         """Of words of 32 bits, where it `has_chunks`."""
+        assert self.codes.nbytes < 4 << 31, "words of which places are int32"
         each = 4 // self.codes.element_size()
         return replace(self, codes=self.codes.view(torch.int32), row_stride=self.row_stride // each)
 

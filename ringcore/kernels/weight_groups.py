@@ -148,7 +148,7 @@ def _of_chunks(
     size: tl.constexpr = layout[2]
     offset: tl.constexpr = layout[3]
     chunks = tl.arange(0, count)[:, None]
-    of_rows = values + scale_rows(rows, layout)[None, :] * row_stride
+    of_rows = values + (rows // layout[9])[None, :] * row_stride
     if num_groups == 1:
         found = tl.load(of_rows + chunks * 0)
     else:
