@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.fp8_kv import power_of_2
-from ringcore.kernels.half_products import NIBBLE_UNITS, ROUNDED_UNIT, joined_pairs, pair_of, rounded_pair
+from ringcore.kernels.half_products import ROUNDED_UNIT, joined_pairs, pair_of, rounded_pair
 from ringcore.kernels.packed_weight import BYTE_CHUNK, NIBBLE_CHUNK
 from ringcore.kernels.round_rows import LARGEST, LEAST_SCALE
 from ringcore.kernels.weight_groups import has_quads
@@ -28,9 +28,9 @@ from ringcore.kernels.weight_loads import spread_columns
 __all__ = ["chunk_inputs", "has_offset", "load_row", "sums_of_chunks"]
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
-# An input is below 2^(n + 1): eight products of e4m3 or of bytes are below 65504, and of nibbles, of their units, all.
-_BYTE_EXPONENT, _NIBBLE_EXPONENT = 3, 14
-_FIRST_UNIT, _SECOND = tl.constexpr(NIBBLE_UNITS[0]), tl.constexpr(NIBBLE_UNITS[0] / NIBBLE_UNITS[1])
+# An input is below 2^(n + 1), half of a chunk's products below 65504: 8 of e4m3 or bytes, 16 of nibbles less zeros.
+_BYTE_EXPONENT, _NIBBLE_EXPONENT = 3, 6
+_MAX_PREPARED = 16384  # inputs
 _ROUNDED_UNIT = tl.constexpr(ROUNDED_UNIT)
 
 
@@ -75,6 +75,14 @@ def _load_in_bounds(row, inputs, num_inputs: tl.constexpr):
     return tl.load(row + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32)
 
 
+@triton.constexpr_function
+def _prepared_inputs(num_inputs, block_inputs, num_rows, is_exact):
+    """Of several blocks, so that each warp prepares others and they exchange these at once."""
+    if is_exact:
+        return block_inputs
+    return max(block_inputs, min(_MAX_PREPARED // num_rows, 1 << (num_inputs - 1).bit_length()))
+
+
 @triton.jit
 def load_row(
     x,
@@ -93,12 +101,14 @@ def load_row(
     there is an offset. Else tiles [1, chunks, 4] of `joined_pairs`, and the factors of chunks by which sums of products
     are less than meant.
     """
+    num_rows: tl.constexpr = 1 if x.type.is_ptr() else x.shape[0]
+    prepared: tl.constexpr = _prepared_inputs(num_inputs, block_inputs, num_rows, is_exact)
     blocks = ()
-    squares = tl.zeros([1, block_inputs // 8], tl.float32)
-    for at in tl.static_range(0, num_inputs, block_inputs):
-        tiles = _load_block(x, at, num_inputs, block_inputs, layout)
+    squares = tl.zeros([1, prepared // 8], tl.float32)
+    for at in tl.static_range(0, num_inputs, prepared):
+        tiles = _load_block(x, at, num_inputs, prepared, layout)
         if has_norm:
-            gains = _load_block(gain, at, num_inputs, block_inputs, layout)
+            gains = _load_block(gain, at, num_inputs, prepared, layout)
             times_gains = ()
             for part in tl.static_range(8):
                 squares += tiles[part] * tiles[part]
@@ -107,19 +117,46 @@ def load_row(
         blocks += (tiles,)
     scales = ()
     if row_group > 0:
-        scales = _row_scales(blocks, num_inputs, block_inputs, row_group)
+        scales = _row_scales(blocks, num_inputs, prepared, row_group)
     found = ()
     for block in tl.static_range(len(blocks)):
+        of_block = scales[block] if row_group > 0 else None
         if is_exact:
-            if row_group > 0:
-                found += (_exact(_rounded(blocks[block], scales[block]), block_inputs, layout),)
-            else:
-                found += (_exact(blocks[block], block_inputs, layout),)
-        elif row_group > 0:
-            found += (_rounded_pairs(blocks[block], scales[block], block_inputs, layout),)
+            found += (_exact(blocks[block], of_block, prepared, layout),)
         else:
-            found += (_halves(blocks[block], block_inputs, layout),)
+            tiles, factors = _halves(blocks[block], of_block, prepared, layout)
+            found += _in_blocks(tiles, factors, prepared // block_inputs)
     return found, tl.sum(squares, 1)
+
+
+@triton.jit
+def _in_blocks(tiles, factors, count: tl.constexpr):
+    """As of `load_row`, of each of `count` blocks that were prepared together."""
+    of_blocks = _split(tl.reshape(factors, [factors.shape[0], factors.shape[1], 1]), count)
+    parts = ()
+    for part in tl.static_range(len(tiles)):
+        parts += (_split(tiles[part], count),)
+    found = ()
+    for block in tl.static_range(count):
+        quad = ()
+        for part in tl.static_range(len(tiles)):
+            quad += (parts[part][block],)
+        found += ((quad, tl.reshape(of_blocks[block], [factors.shape[0], factors.shape[1] // count])),)
+    return found
+
+
+@triton.jit
+def _split(tile, count: tl.constexpr):
+    """[n, m, k] -> `count` tiles [n, m / count, k]."""
+    found = (tile,)
+    for _ in tl.static_range(count.bit_length() - 1):
+        halves = ()
+        for i in tl.static_range(len(found)):
+            part = found[i]
+            in_twos = tl.reshape(part, [part.shape[0], 2, part.shape[1] // 2, part.shape[2]])
+            halves += tl.split(tl.permute(in_twos, (0, 2, 3, 1)))
+        found = halves
+    return found
 
 
 @triton.jit
@@ -158,12 +195,13 @@ def _of_words(tiles):
 
 
 @triton.jit
-def _exact(tiles, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """As of `load_row` where is_exact."""
-    if has_quads(layout):
-        found = tiles
-    else:
-        found = _of_words(tiles)
+def _exact(tiles, scales, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """As of `load_row` where is_exact. scales: by which rows are rounded to FP8; or None."""
+    found = tiles
+    if scales is not None:
+        found = _rounded(tiles, scales)
+    if not has_quads(layout):
+        found = _of_words(found)
     sums = None
     if has_offset(layout):
         total = found[0]
@@ -171,6 +209,17 @@ def _exact(tiles, block_inputs: tl.constexpr, layout: tl.constexpr):
             total += found[part]
         sums = sums_of_chunks(total, block_inputs // chunk_inputs(layout))
     return found, sums
+
+
+@triton.jit
+def _rounded(tiles, scales):
+    """The nearest numbers that are codes times scales, float32."""
+    of_columns = _of_columns(scales, tiles[0].shape[1])
+    by = _of_columns(1.0 / scales, tiles[0].shape[1])
+    found = ()
+    for part in tl.static_range(8):
+        found += ((tiles[part] * by).to(tl.float8e4nv).to(tl.float32) * of_columns,)
+    return found
 
 
 @triton.jit
@@ -191,21 +240,23 @@ def _exponent(layout):
 
 
 @triton.jit
-def _halves(tiles, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """As of `load_row`: inputs times powers of 2."""
+def _halves(tiles, scales, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """As of `load_row`: inputs times powers of 2, or codes. scales: as of `_exact`."""
     count: tl.constexpr = block_inputs // chunk_inputs(layout)
-    least: tl.constexpr = _exponent(layout)  # below 2^(least - 127) inputs are not exact
-    exponents = tl.maximum((_largest(tiles, count).to(tl.int32, bitcast=True) >> 23) & 255, least)
-    by = _of_columns(power_of_2(254 + least - exponents), block_inputs // 8)
-    factors = power_of_2(exponents - least)
-    by_second = by
-    if has_quads(layout):
-        by_second = by * _SECOND
-        factors *= 1.0 / _FIRST_UNIT
     pairs = ()
-    for part in tl.static_range(4):
-        times = by if part % 2 == 0 else by_second
-        pairs += (pair_of(tiles[2 * part] * times, tiles[2 * part + 1] * times),)
+    if scales is None:
+        least: tl.constexpr = _exponent(layout)  # below 2^(least - 127) inputs are not exact
+        exponents = tl.maximum((_largest(tiles, count).to(tl.int32, bitcast=True) >> 23) & 255, least)
+        by = _of_columns(power_of_2(254 + least - exponents), block_inputs // 8)
+        for part in tl.static_range(4):
+            times = by * 0.0625 if has_quads(layout) and part % 2 == 1 else by  # see `nibble_products`
+            pairs += (pair_of(tiles[2 * part] * times, tiles[2 * part + 1] * times),)
+        factors = power_of_2(exponents - least)
+    else:
+        by = _of_columns(1.0 / scales, block_inputs // 8)
+        for part in tl.static_range(4):
+            pairs += (rounded_pair(tiles[2 * part] * by, tiles[2 * part + 1] * by),)
+        factors = _of_columns(scales * (1.0 / _ROUNDED_UNIT), count)
     return _joined(pairs, layout), factors
 
 
@@ -224,25 +275,3 @@ def _row_scales(blocks, num_inputs: tl.constexpr, block_inputs: tl.constexpr, ro
         for _ in tl.static_range(len(blocks)):
             found += (scale,)
     return found
-
-
-@triton.jit
-def _rounded(tiles, scales):
-    """The nearest numbers that are codes times scales, float32."""
-    of_columns = _of_columns(scales, tiles[0].shape[1])
-    by = _of_columns(1.0 / scales, tiles[0].shape[1])
-    found = ()
-    for part in tl.static_range(8):
-        found += ((tiles[part] * by).to(tl.float8e4nv).to(tl.float32) * of_columns,)
-    return found
-
-
-@triton.jit
-def _rounded_pairs(tiles, scales, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """As of `load_row`: codes."""
-    by = _of_columns(1.0 / scales, block_inputs // 8)
-    pairs = ()
-    for part in tl.static_range(4):
-        pairs += (rounded_pair(tiles[2 * part] * by, tiles[2 * part + 1] * by),)
-    factors = _of_columns(scales * (1.0 / _ROUNDED_UNIT), block_inputs // chunk_inputs(layout))
-    return _joined(pairs, layout), factors

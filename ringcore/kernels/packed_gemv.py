@@ -85,11 +85,11 @@ def chunk_products(
     chunk: tl.constexpr = chunk_inputs(layout)
     count: tl.constexpr = block_inputs // chunk
     total = tl.zeros([rows.shape[0], count], tl.float32)
-    for block in tl.static_range(len(row)):
-        words, scales = loaded[first + 2 * block], loaded[first + 2 * block + 1]
-        tiles, of_row = row[block]
+    for at in tl.static_range(0, num_inputs, block_inputs):
+        words, scales = loaded[first + at // block_inputs * 2], loaded[first + at // block_inputs * 2 + 1]
+        tiles, of_row = row[at // block_inputs]
         if layout[5]:
-            zeros = chunk_zeros(packed, scales, rows, block * block_inputs, count, chunk, layout)
+            zeros = chunk_zeros(packed, scales, rows, at, count, chunk, layout)
         else:
             zeros = tl.full([1, 1], layout[4], tl.int32)
         if is_exact:

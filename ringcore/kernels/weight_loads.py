@@ -82,9 +82,7 @@ def load_quad(
     """Of nibbles: four tiles [n, block_inputs / 4], otherwise as `load_packed`. In dtype where there is packed math for
     it, e2m1 then times 2^-MOVED; else in float32. And the scales of the first tile, as `_of_groups`."""
     run: tl.constexpr = layout[7]
-    words = load_codes(
-        codes, packed, rows.to(tl.int64), at // 4, block_inputs // 4, 4, num_inputs, is_whole, layout[8]
-    )
+    words = load_codes(codes, packed, rows.to(tl.int64), at // 4, block_inputs // 4, 4, num_inputs, is_whole, layout[8])
     inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)
     math: tl.constexpr = dtype if has_packed_math() else tl.float32
     if layout[0] == _E2M1:
