@@ -1,9 +1,9 @@
 """The kernel of `skinny_linear` for one or two rows and quantized weights: FMA sums of codes, scaled chunk by chunk.
 
 Tensor cores would multiply a tile that is mostly empty, and wait for a norm or a rounding by another kernel. Here codes
-are expanded to float16 and multiplied two in an instruction (`half_products`, `fma_row`), from words of four: bytes, or
-nibbles, of which eight take 13 instructions with their zeros and products. Four products are added in float16, all else
-in float32. Scales are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are
+are expanded to float16 and multiplied two in an instruction (`half_products`, `fma_row`): eight nibbles take 13, with
+their zeros and products, and eight bytes of FP8 take 8. The products of half a chunk, which is 16 bytes of codes that a
+thread holds, are added in float16, all else in float32. Scales are applied to the sums of chunks. Programs are
 persistent: what they do to x (the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile
 is loaded into registers before one is multiplied. The machine code issues most of these loads after the products (ptxas
 moves them down to save registers); asynchronous copies into shared memory, two to four tiles ahead, were measured and
@@ -49,6 +49,46 @@ def _load_tile(
 @triton.jit
 def _rows_of(tile, num_outputs, block_outputs: tl.constexpr, count: tl.constexpr):
     return tl.minimum(tile * block_outputs + tl.arange(0, count), num_outputs - 1)
+
+
+@triton.jit
+def _product(
+    loaded,
+    row,
+    factor,  # of the norm
+    packed,
+    bias,
+    rows,
+    num_outputs,
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_gelu: tl.constexpr,
+    is_exact: tl.constexpr,
+    layout: tl.constexpr,
+):
+    """[block_outputs] float32, of a tile and a row."""
+    products = chunk_products(loaded, 0, row, packed, rows, num_inputs, block_inputs, is_exact, layout)
+    if is_gated:
+        of_up = chunk_products(
+            loaded, len(loaded) // 2, row, packed, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
+        )
+        y, z = sums_of_both(products, of_up)
+    else:
+        y = tl.sum(products, 1)
+    if has_norm:
+        y *= factor
+    if has_bias:
+        y += tl.load(bias + rows).to(tl.float32)
+    if is_gated:
+        if has_norm:
+            z *= factor
+        if has_bias:
+            z += tl.load(bias + num_outputs + rows).to(tl.float32)
+        y = activated(y, is_gelu) * z
+    return y
 
 
 @triton.jit(do_not_specialize=["num_outputs"])
@@ -105,28 +145,13 @@ def packed_fma_kernel(
         )  # fmt: skip
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
-            inputs = loaded_rows[row], packed
             targets = out + row * num_outputs + rows
-            if adds:
+            if adds:  # loaded before the products
                 added = tl.load(targets, mask=stored, other=0.0).to(tl.float32)
-            products = chunk_products(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout)
-            if is_gated:
-                of_up = chunk_products(
-                    loaded, len(loaded) // 2, *inputs, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
-                )
-                y, z = sums_of_both(products, of_up)
-            else:
-                y = tl.sum(products, 1)
-            if has_norm:
-                y *= factors[row]
-            if has_bias:
-                y += tl.load(bias + rows).to(tl.float32)
-            if is_gated:
-                if has_norm:
-                    z *= factors[row]
-                if has_bias:
-                    z += tl.load(bias + num_outputs + rows).to(tl.float32)
-                y = activated(y, is_gelu) * z
+            y = _product(
+                *(loaded, loaded_rows[row], factors[row], packed, bias, rows, num_outputs, num_inputs, block_inputs),
+                has_norm, has_bias, is_gated, is_gelu, is_exact, layout,
+            )  # fmt: skip
             if adds:
                 y += added
             tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
