@@ -77,10 +77,10 @@ def _load_in_bounds(row, inputs, num_inputs: tl.constexpr):
 
 @triton.constexpr_function
 def _prepared_inputs(num_inputs, block_inputs, num_rows, is_exact):
-    """Of several blocks, so that each warp prepares others and they exchange these at once."""
-    if is_exact:
+    """Of one row those of several blocks, so that each warp prepares others, and they exchange them at once."""
+    if is_exact or num_rows > 1:
         return block_inputs
-    return max(block_inputs, min(_MAX_PREPARED // num_rows, 1 << (num_inputs - 1).bit_length()))
+    return max(block_inputs, min(_MAX_PREPARED, 1 << (num_inputs - 1).bit_length()))
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def _exact(tiles, scales, block_inputs: tl.constexpr, layout: tl.constexpr):
         found = _rounded(tiles, scales)
     if not has_quads(layout):
         found = _of_words(found)
-    sums = None
+    sums = ()
     if has_offset(layout):
         total = found[0]
         for part in tl.static_range(1, len(found)):
