@@ -1,10 +1,16 @@
 """A row of x as `packed_fma_kernel` keeps it in registers: tiles that match those of a weight's words.
 
-Products with 16-bit weights' dtypes are of float16s, two in an instruction, and in half the registers: four of a word
+Products with 16-bit weights' dtypes are of float16s, two in an instruction, and in half the registers: those of a chunk
 are added in float16, then in float32. A float16 has three bits of mantissa more than a bfloat16; for its range, inputs
 are multiplied by a power of 2 such that the largest of a chunk is as large as its products may be.
 
-layout: as of `weight_tiles.tile_arguments`. A chunk is the inputs of 16 bytes of codes, which one thread has.
+A block of a row is eight tiles, in the order in which a thread has the numbers of its words, as pairs: of nibbles the
+first and the second half of a word's four numbers, tiles [n, words]; of bytes the four of a word, of the first two
+words of each chunk, then of the others, tiles [n, words / 2]. Of these a thread loads the inputs of its own chunks,
+so that nothing is exchanged.
+
+layout: as of `weight_tiles.tile_arguments`. A chunk is the inputs of 16 bytes of codes, four words, which one thread
+has.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.fp8_kv import power_of_2
-from ringcore.kernels.half_products import NIBBLE_UNITS
+from ringcore.kernels.half_products import ROUNDED_UNIT, joined_pairs, pair_of, rounded_pair
 from ringcore.kernels.packed_weight import BYTE_CHUNK, NIBBLE_CHUNK
 from ringcore.kernels.round_rows import LARGEST, LEAST_SCALE
 from ringcore.kernels.weight_groups import has_quads
@@ -22,9 +28,10 @@ from ringcore.kernels.weight_loads import spread_columns
 __all__ = ["chunk_inputs", "has_offset", "load_row", "sums_of_chunks"]
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
-_BY_CODES = tl.constexpr(2.0**-4)  # inputs that are codes of e4m3, exactly
-# An input is below 2^(n + 1): four products of e4m3 or of bytes are below 65504, and so are nibbles, of their units.
-_BYTE_EXPONENT, _NIBBLE_EXPONENT = 4, 14
+# An input is below 2^(n + 1), half of a chunk's products below 65504: 8 of e4m3 or bytes, 16 of nibbles less zeros.
+_BYTE_EXPONENT, _NIBBLE_EXPONENT = 3, 6
+_MAX_PREPARED = 16384  # inputs
+_ROUNDED_UNIT = tl.constexpr(ROUNDED_UNIT)
 
 
 @triton.constexpr_function
@@ -32,24 +39,35 @@ def chunk_inputs(layout):
     return NIBBLE_CHUNK if has_quads(layout) else BYTE_CHUNK
 
 
+@triton.constexpr_function
+def has_offset(layout):
+    """Whether what is multiplied is more than the numbers, by their zero."""
+    return layout[4] != 0 or layout[5]
+
+
 @triton.jit
-def _load_quad(row, at, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """A block of a row, [num_inputs], as the four numbers of words meet it: four [1, m] float32, out of bounds 0; or of
-    n rows, [n, m], where `row` points to each of them, [n, 1]."""
-    count: tl.constexpr = block_inputs // 4
-    if layout[7] == 1:  # consecutive numbers, loaded as such: one by one they are four times the transactions
-        inputs = at + tl.arange(0, block_inputs)[None, :]
-        loaded = tl.load(row + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(loaded, [loaded.shape[0], count, 2, 2]))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
+def _load_block(row, at, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """Eight tiles of float32, out of bounds 0; of a row [num_inputs], or of n, where `row` points to each of them,
+    [n, 1]."""
+    found = ()
+    if has_quads(layout):
+        inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)[None, :]
+        for part in tl.static_range(4):
+            found += tl.split(_in_twos(_load_in_bounds(row, inputs + part * layout[7], num_inputs)))
     else:
-        inputs = at + spread_columns(tl.arange(0, count), layout)[None, :]
-        a = _load_in_bounds(row, inputs, num_inputs)
-        b = _load_in_bounds(row, inputs + layout[7], num_inputs)
-        c = _load_in_bounds(row, inputs + 2 * layout[7], num_inputs)
-        d = _load_in_bounds(row, inputs + 3 * layout[7], num_inputs)
-    return a, b, c, d
+        index = tl.arange(0, block_inputs // 2)
+        inputs = at + (index // 8 * 16 + index % 8)[None, :]
+        for half in tl.static_range(2):
+            even, odd = tl.split(_in_twos(_load_in_bounds(row, inputs + half * 8, num_inputs)))
+            a, c = tl.split(_in_twos(even))
+            b, d = tl.split(_in_twos(odd))
+            found += (a, b, c, d)
+    return found
+
+
+@triton.jit
+def _in_twos(tile):
+    return tl.reshape(tile, [tile.shape[0], tile.shape[1] // 2, 2])
 
 
 @triton.jit
@@ -58,9 +76,11 @@ def _load_in_bounds(row, inputs, num_inputs: tl.constexpr):
 
 
 @triton.constexpr_function
-def has_offset(layout):
-    """Whether what is multiplied is more than the numbers, by their zero."""
-    return layout[4] != 0 or layout[5]
+def _prepared_inputs(num_inputs, block_inputs, num_rows, is_exact):
+    """Of one row those of several blocks, so that each warp prepares others, and they exchange them at once."""
+    if is_exact or num_rows > 1:
+        return block_inputs
+    return max(block_inputs, min(_MAX_PREPARED, 1 << (num_inputs - 1).bit_length()))
 
 
 @triton.jit
@@ -74,59 +94,144 @@ def load_row(
     is_exact: tl.constexpr,
     layout: tl.constexpr,
 ):
-    """A row [num_inputs], times the gain and rounded to FP8 if it is to be: (tiles, sums, factors), and the sum of its
-    squares. x: a pointer to it; or to each of n rows, [n, 1], without a norm.
+    """A row [num_inputs], times the gain and rounded to FP8 if it is to be: of each block of inputs (tiles, factors),
+    and the sum of its squares. x: a pointer to it; or to each of n rows, [n, 1], without a norm.
 
-    Of each block of inputs: four tiles [1, m] that match those of the numbers, float32 where is_exact, else float16;
-    where is_exact the sums of its chunks [1, chunks], if there is an offset; else the chunks' factors, by which sums of
-    products are less than meant.
+    Where is_exact: tiles [1, words] of float32, one for each number of a word, and the sums of chunks [1, chunks] if
+    there is an offset. Else tiles [1, chunks, 4] of `joined_pairs`, and the factors of chunks by which sums of products
+    are less than meant.
     """
-    tiles = ()
-    squares = tl.zeros([1, block_inputs // 4], tl.float32)
-    for at in tl.static_range(0, num_inputs, block_inputs):
-        of_block = _load_quad(x, at, num_inputs, block_inputs, layout)
+    num_rows: tl.constexpr = 1 if x.type.is_ptr() else x.shape[0]
+    prepared: tl.constexpr = _prepared_inputs(num_inputs, block_inputs, num_rows, is_exact)
+    blocks = ()
+    squares = tl.zeros([1, prepared // 8], tl.float32)
+    for at in tl.static_range(0, num_inputs, prepared):
+        tiles = _load_block(x, at, num_inputs, prepared, layout)
         if has_norm:
-            gains = _load_quad(gain, at, num_inputs, block_inputs, layout)
-            for part in tl.static_range(4):
-                squares += of_block[part] * of_block[part]
-                tiles += (of_block[part] * gains[part],)
-        else:
-            tiles += of_block
+            gains = _load_block(gain, at, num_inputs, prepared, layout)
+            times_gains = ()
+            for part in tl.static_range(8):
+                squares += tiles[part] * tiles[part]
+                times_gains += (tiles[part] * gains[part],)
+            tiles = times_gains
+        blocks += (tiles,)
     scales = ()
     if row_group > 0:
-        tiles, scales = _rounded(tiles, num_inputs, block_inputs, row_group, layout)
+        scales = _row_scales(blocks, num_inputs, prepared, row_group)
     found = ()
-    sums = ()
-    factors = ()
-    for block in tl.static_range(len(tiles) // 4):
-        quad = tiles[4 * block], tiles[4 * block + 1], tiles[4 * block + 2], tiles[4 * block + 3]
+    for block in tl.static_range(len(blocks)):
+        of_block = scales[block] if row_group > 0 else None
         if is_exact:
-            if row_group > 0:
-                numbers = quad[0].to(tl.float32), quad[1].to(tl.float32), quad[2].to(tl.float32), quad[3].to(tl.float32)
-                quad = _times(numbers, _of_columns(scales[block], block_inputs))
+            found += (_exact(blocks[block], of_block, prepared, layout),)
         else:
-            if row_group > 0:
-                quad, of_chunks = _times(quad, _BY_CODES), scales[block] * (1.0 / _BY_CODES)
-            else:
-                quad, of_chunks = _halves(quad, layout)
-            factors += (of_chunks,)
-        if is_exact and has_offset(layout):
-            sums += (sums_of_chunks(quad[0] + quad[1] + quad[2] + quad[3], chunk_inputs(layout) // 4),)
-        found += quad
-    return (found, sums, factors), tl.sum(squares, 1)
+            tiles, factors = _halves(blocks[block], of_block, prepared, layout)
+            found += _in_blocks(tiles, factors, prepared // block_inputs)
+    return found, tl.sum(squares, 1)
 
 
 @triton.jit
-def _times(quad, factors):
-    return quad[0] * factors, quad[1] * factors, quad[2] * factors, quad[3] * factors
+def _in_blocks(tiles, factors, count: tl.constexpr):
+    """As of `load_row`, of each of `count` blocks that were prepared together."""
+    of_blocks = _split(tl.reshape(factors, [factors.shape[0], factors.shape[1], 1]), count)
+    parts = ()
+    for part in tl.static_range(len(tiles)):
+        parts += (_split(tiles[part], count),)
+    found = ()
+    for block in tl.static_range(count):
+        quad = ()
+        for part in tl.static_range(len(tiles)):
+            quad += (parts[part][block],)
+        found += ((quad, tl.reshape(of_blocks[block], [factors.shape[0], factors.shape[1] // count])),)
+    return found
 
 
 @triton.jit
-def _of_columns(of_chunks, block_inputs: tl.constexpr):
-    """[n, chunks] -> [n, m], of the words of a block."""
-    count: tl.constexpr = of_chunks.shape[1]
-    shape: tl.constexpr = [of_chunks.shape[0], count, block_inputs // 4 // count]
-    return tl.reshape(tl.broadcast_to(of_chunks[:, :, None], shape), [of_chunks.shape[0], block_inputs // 4])
+def _split(tile, count: tl.constexpr):
+    """[n, m, k] -> `count` tiles [n, m / count, k]."""
+    found = (tile,)
+    for _ in tl.static_range(count.bit_length() - 1):
+        halves = ()
+        for i in tl.static_range(len(found)):
+            part = found[i]
+            in_twos = tl.reshape(part, [part.shape[0], 2, part.shape[1] // 2, part.shape[2]])
+            halves += tl.split(tl.permute(in_twos, (0, 2, 3, 1)))
+        found = halves
+    return found
+
+
+@triton.jit
+def _of_columns(of_groups, count: tl.constexpr):
+    """[n, groups] -> [n, count]: of the columns of a tile."""
+    each: tl.constexpr = count // of_groups.shape[1]
+    shape: tl.constexpr = [of_groups.shape[0], of_groups.shape[1], each]
+    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], shape), [of_groups.shape[0], count])
+
+
+@triton.jit
+def _largest(tiles, num_groups: tl.constexpr):
+    """[n, groups] of a block: the largest absolute values."""
+    largest = tl.abs(tiles[0])
+    for part in tl.static_range(1, 8):
+        largest = tl.maximum(largest, tl.abs(tiles[part]))
+    return tl.max(tl.reshape(largest, [largest.shape[0], num_groups, largest.shape[1] // num_groups]), 2)
+
+
+@triton.jit
+def sums_of_chunks(products, count: tl.constexpr):
+    """[n, m] -> [n, count]."""
+    return tl.sum(tl.reshape(products, [products.shape[0], count, products.shape[1] // count]), 2)
+
+
+@triton.jit
+def _of_words(tiles):
+    """The tiles of half of the words of each chunk, [n, words / 2], as those of all."""
+    count: tl.constexpr = tiles[0].shape[1] // 2
+    found = ()
+    for part in tl.static_range(len(tiles) // 2):
+        joined = tl.join(tiles[part], tiles[part + len(tiles) // 2])
+        in_order = tl.permute(tl.reshape(joined, [joined.shape[0], count, 2, 2]), (0, 1, 3, 2))
+        found += (tl.reshape(in_order, [joined.shape[0], 4 * count]),)
+    return found
+
+
+@triton.jit
+def _exact(tiles, scales, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """As of `load_row` where is_exact. scales: by which rows are rounded to FP8; or None."""
+    found = tiles
+    if scales is not None:
+        found = _rounded(tiles, scales)
+    if not has_quads(layout):
+        found = _of_words(found)
+    sums = ()
+    if has_offset(layout):
+        total = found[0]
+        for part in tl.static_range(1, len(found)):
+            total += found[part]
+        sums = sums_of_chunks(total, block_inputs // chunk_inputs(layout))
+    return found, sums
+
+
+@triton.jit
+def _rounded(tiles, scales):
+    """The nearest numbers that are codes times scales, float32."""
+    of_columns = _of_columns(scales, tiles[0].shape[1])
+    by = _of_columns(1.0 / scales, tiles[0].shape[1])
+    found = ()
+    for part in tl.static_range(8):
+        found += ((tiles[part] * by).to(tl.float8e4nv).to(tl.float32) * of_columns,)
+    return found
+
+
+@triton.jit
+def _joined(pairs, layout: tl.constexpr):
+    """Four tiles of pairs, as of `load_row`."""
+    tiles = joined_pairs(pairs[0], pairs[1]), joined_pairs(pairs[2], pairs[3])
+    if not has_quads(layout):
+        tiles = _of_words(tiles)
+    found = ()
+    for part in tl.static_range(len(tiles)):
+        found += (tl.reshape(tiles[part], [tiles[part].shape[0], tiles[part].shape[1] // 4, 4]),)
+    return found
 
 
 @triton.constexpr_function
@@ -134,71 +239,39 @@ def _exponent(layout):
     return _NIBBLE_EXPONENT if has_quads(layout) else _BYTE_EXPONENT
 
 
-@triton.constexpr_function
-def _unit(layout, part):
-    """What a code of 1 is among the numbers that a tile meets."""
-    return NIBBLE_UNITS[part] if has_quads(layout) else 1.0
-
-
 @triton.jit
-def _to_halves(quad, layout: tl.constexpr):
-    """float32, of inputs less than 2^(`_exponent` + 1)."""
-    second: tl.constexpr = _unit(layout, 0) / _unit(layout, 1)
-    return (
-        quad[0].to(tl.float16),
-        (quad[1] * second).to(tl.float16),
-        quad[2].to(tl.float16),
-        (quad[3] * second).to(tl.float16),
-    )
-
-
-@triton.jit
-def _halves(quad, layout: tl.constexpr):
-    """Tiles [n, m] of a block in float16, times powers of 2; and the factors of chunks, [n, chunks]."""
-    size: tl.constexpr = chunk_inputs(layout) // 4
-    shape: tl.constexpr = [quad[0].shape[0], quad[0].shape[1] // size, size]
-    largest = tl.maximum(tl.maximum(tl.abs(quad[0]), tl.abs(quad[1])), tl.maximum(tl.abs(quad[2]), tl.abs(quad[3])))
-    largest = tl.max(tl.reshape(largest, shape), 2)
-    least: tl.constexpr = _exponent(layout)  # below 2^(least - 127) inputs are not exact
-    exponents = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, least)
-    by = _of_columns(power_of_2(254 + least - exponents), quad[0].shape[1] * 4)
-    return _to_halves(_times(quad, by), layout), power_of_2(exponents - least) * (1.0 / _unit(layout, 0))
-
-
-@triton.jit
-def _rounded(
-    tiles, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_group: tl.constexpr, layout: tl.constexpr
-):
-    """(the numbers of codes in float16, the scales of each block's chunks [n, chunks]). A norm's factor, which is not
-    in them yet, does not change codes."""
-    by_row: tl.constexpr = row_group == num_inputs
-    size: tl.constexpr = block_inputs if by_row else row_group
-    num_rows: tl.constexpr = tiles[0].shape[0]
-    shape: tl.constexpr = [num_rows, block_inputs // size, size // 4]
-    all_scales = ()
-    for block in tl.static_range(0, len(tiles), 4):
-        largest = tl.maximum(tl.abs(tiles[block]), tl.abs(tiles[block + 1]))
-        largest = tl.maximum(largest, tl.maximum(tl.abs(tiles[block + 2]), tl.abs(tiles[block + 3])))
-        scales = tl.max(tl.reshape(largest, shape), 2, keep_dims=True) / _LARGEST
-        all_scales += (tl.maximum(scales, _LEAST_SCALE),)
-    if by_row:
-        scale = all_scales[0]
-        for block in tl.static_range(1, len(all_scales)):
-            scale = tl.maximum(scale, all_scales[block])
+def _halves(tiles, scales, block_inputs: tl.constexpr, layout: tl.constexpr):
+    """As of `load_row`: inputs times powers of 2, or codes. scales: as of `_exact`."""
     count: tl.constexpr = block_inputs // chunk_inputs(layout)
-    found = ()
-    of_chunks = ()
-    for tile in tl.static_range(len(tiles)):
-        of_groups = scale if by_row else all_scales[tile // 4]
-        codes = (tl.reshape(tiles[tile], shape) * (1.0 / of_groups)).to(tl.float8e4nv)
-        found += (tl.reshape(codes.to(tl.float16), [num_rows, block_inputs // 4]),)
-        if tile % 4 == 0:
-            spread = tl.broadcast_to(of_groups, [num_rows, shape[1], count // shape[1]])
-            of_chunks += (tl.reshape(spread, [num_rows, count]),)
-    return found, of_chunks
+    pairs = ()
+    if scales is None:
+        least: tl.constexpr = _exponent(layout)  # below 2^(least - 127) inputs are not exact
+        exponents = tl.maximum((_largest(tiles, count).to(tl.int32, bitcast=True) >> 23) & 255, least)
+        by = _of_columns(power_of_2(254 + least - exponents), block_inputs // 8)
+        for part in tl.static_range(4):
+            times = by * 0.0625 if has_quads(layout) and part % 2 == 1 else by  # see `nibble_products`
+            pairs += (pair_of(tiles[2 * part] * times, tiles[2 * part + 1] * times),)
+        factors = power_of_2(exponents - least)
+    else:
+        by = _of_columns(1.0 / scales, block_inputs // 8)
+        for part in tl.static_range(4):
+            pairs += (rounded_pair(tiles[2 * part] * by, tiles[2 * part + 1] * by),)
+        factors = _of_columns(scales * (1.0 / _ROUNDED_UNIT), count)
+    return _joined(pairs, layout), factors
 
 
 @triton.jit
-def sums_of_chunks(products, size: tl.constexpr):
-    """[n, m] -> [n, m / size]."""
-    return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // size, size]), 2)
+def _row_scales(blocks, num_inputs: tl.constexpr, block_inputs: tl.constexpr, row_group: tl.constexpr):
+    """[n, groups] of each block. A norm's factor, which is not in it yet, does not change codes."""
+    count: tl.constexpr = 1 if row_group == num_inputs else block_inputs // row_group
+    found = ()
+    for block in tl.static_range(len(blocks)):
+        found += (tl.maximum(_largest(blocks[block], count) / _LARGEST, _LEAST_SCALE),)
+    if row_group == num_inputs:
+        scale = found[0]
+        for block in tl.static_range(1, len(blocks)):
+            scale = tl.maximum(scale, found[block])
+        found = ()
+        for _ in tl.static_range(len(blocks)):
+            found += (scale,)
+    return found

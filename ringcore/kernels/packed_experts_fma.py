@@ -17,7 +17,7 @@ from ringcore.kernels.activation import gated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, ExpertWeight, Routing
 from ringcore.kernels.fma_row import load_row
-from ringcore.kernels.packed_gemv import chunk_products, load_outputs
+from ringcore.kernels.packed_gemv import chunk_products, load_outputs, sums_of_both
 from ringcore.kernels.packed_weight import NIBBLE_CHUNK, PackedWeight
 from ringcore.kernels.skinny_times import NUM_SMS
 from ringcore.kernels.weight_tiles import tile_arguments
@@ -89,7 +89,7 @@ def packed_expert_gate_kernel(
             up = chunk_products(
                 loaded, len(loaded) // 2, row, packed, of_up, num_inputs, block_inputs, is_exact, layout
             )
-            gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+            gate, up = sums_of_both(gate, up)
             if has_norm:
                 gate, up = gate * factor, up * factor
             if has_bias:
@@ -131,8 +131,8 @@ def _load_gate(
 ):
     """As `load_outputs`: those of the gate, then those of up."""
     of_gate, of_up = _gate_rows(base, outputs, num_outputs, is_interleaved)
-    loaded = load_outputs(weight, packed, of_gate, num_inputs, block_inputs, layout)
-    return loaded + load_outputs(weight, packed, of_up, num_inputs, block_inputs, layout)
+    loaded = load_outputs(weight, packed, of_gate, of_gate, num_inputs, block_inputs, layout)
+    return loaded + load_outputs(weight, packed, of_up, of_up, num_inputs, block_inputs, layout)
 
 
 @triton.jit
@@ -151,7 +151,8 @@ def _load_down(
     loaded = ()
     for i in tl.static_range(block_outputs):
         output = tl.minimum(first + i, num_outputs - 1)
-        loaded += load_outputs(weight, packed, bases + output, num_inputs, block_inputs, layout)
+        rows = bases + output
+        loaded += load_outputs(weight, packed, rows, rows, num_inputs, block_inputs, layout)
     return loaded
 
 

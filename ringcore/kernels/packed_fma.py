@@ -1,9 +1,9 @@
 """The kernel of `skinny_linear` for one or two rows and quantized weights: FMA sums of codes, scaled chunk by chunk.
 
 Tensor cores would multiply a tile that is mostly empty, and wait for a norm or a rounding by another kernel. Here codes
-are expanded to float16 and multiplied two in an instruction (`half_products`, `fma_row`), from words of four: bytes, or
-nibbles, of which eight take 13 instructions with their zeros and products. Four products are added in float16, all else
-in float32. Scales are applied to the sums of chunks that a thread holds, 16 bytes of words. Programs are
+are expanded to float16 and multiplied two in an instruction (`half_products`, `fma_row`): eight nibbles take 13, with
+their zeros and products, and eight bytes of FP8 take 8. The products of half a chunk, which is 16 bytes of codes that a
+thread holds, are added in float16, all else in float32. Scales are applied to the sums of chunks. Programs are
 persistent: what they do to x (the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile
 is loaded into registers before one is multiplied. The machine code issues most of these loads after the products (ptxas
 moves them down to save registers); asynchronous copies into shared memory, two to four tiles ahead, were measured and
@@ -18,7 +18,7 @@ import triton.language as tl
 from ringcore.kernels.activation import activated
 from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
 from ringcore.kernels.fma_row import load_row
-from ringcore.kernels.packed_gemv import chunk_products, load_outputs
+from ringcore.kernels.packed_gemv import chunk_products, load_outputs, sums_of_both
 
 __all__ = ["packed_fma_kernel"]
 
@@ -27,18 +27,68 @@ __all__ = ["packed_fma_kernel"]
 def _load_tile(
     weight,
     packed,
-    rows,
+    tile,
     num_outputs,
     num_inputs: tl.constexpr,
     block_inputs: tl.constexpr,
+    block_outputs: tl.constexpr,
+    has_one_scale: tl.constexpr,
     is_gated: tl.constexpr,
     layout: tl.constexpr,
 ):
     """As `load_outputs`; of a gated weight those of the gate, then those of up."""
-    loaded = load_outputs(weight, packed, rows, num_inputs, block_inputs, layout)
+    rows = _rows_of(tile, num_outputs, block_outputs, block_outputs)
+    of_scales = _rows_of(tile, num_outputs, block_outputs, 1 if has_one_scale else block_outputs)
+    loaded = load_outputs(weight, packed, rows, of_scales, num_inputs, block_inputs, layout)
     if is_gated:
-        loaded = loaded + load_outputs(weight, packed, rows + num_outputs, num_inputs, block_inputs, layout)
+        rows, of_scales = rows + num_outputs, of_scales + num_outputs
+        loaded = loaded + load_outputs(weight, packed, rows, of_scales, num_inputs, block_inputs, layout)
     return loaded
+
+
+@triton.jit
+def _rows_of(tile, num_outputs, block_outputs: tl.constexpr, count: tl.constexpr):
+    return tl.minimum(tile * block_outputs + tl.arange(0, count), num_outputs - 1)
+
+
+@triton.jit
+def _product(
+    loaded,
+    row,
+    factor,  # of the norm
+    packed,
+    bias,
+    rows,
+    num_outputs,
+    num_inputs: tl.constexpr,
+    block_inputs: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_gelu: tl.constexpr,
+    is_exact: tl.constexpr,
+    layout: tl.constexpr,
+):
+    """[block_outputs] float32, of a tile and a row."""
+    products = chunk_products(loaded, 0, row, packed, rows, num_inputs, block_inputs, is_exact, layout)
+    if is_gated:
+        of_up = chunk_products(
+            loaded, len(loaded) // 2, row, packed, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
+        )
+        y, z = sums_of_both(products, of_up)
+    else:
+        y = tl.sum(products, 1)
+    if has_norm:
+        y *= factor
+    if has_bias:
+        y += tl.load(bias + rows).to(tl.float32)
+    if is_gated:
+        if has_norm:
+            z *= factor
+        if has_bias:
+            z += tl.load(bias + num_outputs + rows).to(tl.float32)
+        y = activated(y, is_gelu) * z
+    return y
 
 
 @triton.jit(do_not_specialize=["num_outputs"])
@@ -61,6 +111,7 @@ def packed_fma_kernel(
     is_gelu: tl.constexpr,
     adds: tl.constexpr,
     row_group: tl.constexpr,  # inputs that share a scale of x, which is rounded to FP8; 0: it is not
+    has_one_scale: tl.constexpr,  # for each chunk of all outputs of a tile
     is_exact: tl.constexpr,  # products of the weight are float32
     pdl: tl.constexpr,
     layout: tl.constexpr,
@@ -70,10 +121,12 @@ def packed_fma_kernel(
     step = tl.num_programs(0)
     num_tiles = tl.cdiv(num_outputs, block_outputs)
     index = tl.arange(0, block_outputs)
-    rows = tl.minimum(tl.program_id(0) * block_outputs + index, num_outputs - 1)
     if pdl:
         gdc_launch_dependents()
-    loaded = _load_tile(weight, packed, rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
+    loaded = _load_tile(
+        *(weight, packed, tl.program_id(0), num_outputs, num_inputs, block_inputs, block_outputs),
+        has_one_scale, is_gated, layout,
+    )  # fmt: skip
     if pdl:
         gdc_wait()
     loaded_rows = ()
@@ -85,29 +138,21 @@ def packed_fma_kernel(
         loaded_rows += (of_row,)
         factors += (tl.rsqrt(squares / num_inputs + eps),)
     for tile in tl.range(tl.program_id(0), num_tiles, step):
-        rows = tl.minimum(tile * block_outputs + index, num_outputs - 1)
-        next_rows = tl.minimum((tile + step) * block_outputs + index, num_outputs - 1)
-        following = _load_tile(weight, packed, next_rows, num_outputs, num_inputs, block_inputs, is_gated, layout)
+        rows = _rows_of(tile, num_outputs, block_outputs, block_outputs)
+        following = _load_tile(
+            *(weight, packed, tile + step, num_outputs, num_inputs, block_inputs, block_outputs),
+            has_one_scale, is_gated, layout,
+        )  # fmt: skip
         stored = tile * block_outputs + index < num_outputs
         for row in tl.static_range(num_rows):
-            inputs = loaded_rows[row], packed
-            y = tl.sum(chunk_products(loaded, 0, *inputs, rows, num_inputs, block_inputs, is_exact, layout), 1)
-            if has_norm:
-                y *= factors[row]
-            if has_bias:
-                y += tl.load(bias + rows).to(tl.float32)
-            if is_gated:
-                of_up = chunk_products(
-                    loaded, len(loaded) // 2, *inputs, rows + num_outputs, num_inputs, block_inputs, is_exact, layout
-                )
-                z = tl.sum(of_up, 1)
-                if has_norm:
-                    z *= factors[row]
-                if has_bias:
-                    z += tl.load(bias + num_outputs + rows).to(tl.float32)
-                y = activated(y, is_gelu) * z
             targets = out + row * num_outputs + rows
+            if adds:  # loaded before the products
+                added = tl.load(targets, mask=stored, other=0.0).to(tl.float32)
+            y = _product(
+                *(loaded, loaded_rows[row], factors[row], packed, bias, rows, num_outputs, num_inputs, block_inputs),
+                has_norm, has_bias, is_gated, is_gelu, is_exact, layout,
+            )  # fmt: skip
             if adds:
-                y += tl.load(targets, mask=stored, other=0.0).to(tl.float32)
+                y += added
             tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
         loaded = following

@@ -84,14 +84,14 @@ class PackedWeight:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether `packed_fma_kernel` multiplies it: words of four codes, each chunk of words in one group."""
+        """Whether `packed_fma_kernel` multiplies it: words of 32 bits, each chunk of words in one group."""
         is_nibbles = self.form == NIBBLES
         chunk = NIBBLE_CHUNK if is_nibbles else BYTE_CHUNK
-        are_words = is_nibbles or (
-            self.shape[1] % 4 == 0 and self.row_stride % 4 == 0 and self.codes.data_ptr() % 4 == 0
-        )
+        row_bytes = self.row_stride * self.codes.element_size()
+        are_words = self.shape[1] % (8 if is_nibbles else 4) == 0 and row_bytes % 4 == 0
         in_groups = self.scales.shape[1] == 1 or (self.group_size % chunk == 0 and self.group_offset % chunk == 0)
-        return self.form != NIBBLES_E2M1 and self.index is None and are_words and in_groups
+        is_aligned = self.codes.data_ptr() % 4 == 0
+        return self.form != NIBBLES_E2M1 and self.index is None and are_words and is_aligned and in_groups
 
     def shared_scale_bytes(self, num_outputs: int) -> int:
         """Of the row of scales that so many outputs share, from a multiple on; 0 where they have several, or where a
@@ -106,10 +106,10 @@ class PackedWeight:
         return block_inputs % (4 * self.run) == 0
 
     def as_words(self) -> PackedWeight:
-        """Of words of four codes, where it `has_chunks`."""
-        if self.form == NIBBLES:
-            return self
-        return replace(self, codes=self.codes.view(torch.int32), row_stride=self.row_stride // 4)
+        """Of words of 32 bits, where it `has_chunks`."""
+        assert self.codes.nbytes < 4 << 31, "words of which places are int32"
+        each = 4 // self.codes.element_size()
+        return replace(self, codes=self.codes.view(torch.int32), row_stride=self.row_stride // each)
 
     def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
         """As `skinny_configs.choose`."""

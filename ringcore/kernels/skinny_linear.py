@@ -189,6 +189,7 @@ def _launch_packed_fma(
         block_outputs=config.block_outputs,
         has_norm=norm is not None,
         row_group=row_group,
+        has_one_scale=weight.scale_run % config.block_outputs == 0 and out.shape[1] % config.block_outputs == 0,
         is_exact=weight.dtype == torch.float32,
         pdl=supports_pdl(x.device),
         **tile_arguments(weight.as_words()),

@@ -132,12 +132,12 @@ def chunk_scales(packed, rows, first, count: tl.constexpr, chunk: tl.constexpr, 
 
 @triton.jit
 def chunk_zeros(packed, scales, rows, first, count: tl.constexpr, chunk: tl.constexpr, layout: tl.constexpr):
-    """As `chunk_scales`, of which it takes those of nibbles."""
+    """As `chunk_scales`, of which it takes those of nibbles; int32."""
     if has_quads(layout):
-        zeros = zeros_in(scales, layout)
+        zeros = scales.to(tl.int32, bitcast=True) & 31
     else:
-        zeros = _of_chunks(packed[1], packed[6], packed[7], rows, first, count, chunk, layout)
-    return zeros.to(tl.float32)
+        zeros = _of_chunks(packed[1], packed[6], packed[7], rows, first, count, chunk, layout).to(tl.int32)
+    return zeros
 
 
 @triton.jit
@@ -147,14 +147,14 @@ def _of_chunks(
     num_groups: tl.constexpr = layout[1]
     size: tl.constexpr = layout[2]
     offset: tl.constexpr = layout[3]
-    chunks = tl.arange(0, count)[None, :]
-    of_rows = values + scale_rows(rows, layout)[:, None] * row_stride
+    chunks = tl.arange(0, count)[:, None]
+    of_rows = values + (rows // layout[9])[None, :] * row_stride
     if num_groups == 1:
         found = tl.load(of_rows + chunks * 0)
     else:
         groups = (first + chunks * chunk + offset) // size
         found = tl.load(of_rows + groups * group_stride, mask=groups < num_groups, other=0)
-    return found
+    return tl.trans(found)
 
 
 @triton.jit

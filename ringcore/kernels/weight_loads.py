@@ -50,7 +50,7 @@ def load_packed(
 ):
     """Of bytes: [n, block_inputs] float32; inputs out of bounds are finite numbers, to be multiplied by 0. is_scaled:
     else without their scales. Arguments as of `add_packed_product`."""
-    found = load_codes(codes, packed, rows, at, block_inputs, 1, num_inputs, is_whole)
+    found = load_codes(codes, packed, rows.to(tl.int64), at, block_inputs, 1, num_inputs, is_whole)
     inputs = at + tl.arange(0, block_inputs)
     if layout[0] == _FP8:
         numbers = fp8_numbers(found)
@@ -82,7 +82,7 @@ def load_quad(
     """Of nibbles: four tiles [n, block_inputs / 4], otherwise as `load_packed`. In dtype where there is packed math for
     it, e2m1 then times 2^-MOVED; else in float32. And the scales of the first tile, as `_of_groups`."""
     run: tl.constexpr = layout[7]
-    words = load_codes(codes, packed, rows, at // 4, block_inputs // 4, 4, num_inputs, is_whole, layout[8])
+    words = load_codes(codes, packed, rows.to(tl.int64), at // 4, block_inputs // 4, 4, num_inputs, is_whole, layout[8])
     inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)
     math: tl.constexpr = dtype if has_packed_math() else tl.float32
     if layout[0] == _E2M1:
@@ -128,16 +128,16 @@ def load_codes(
     is_tiled: tl.constexpr = False,
 ):
     """[n, count] of the codes' dtype, which has the numbers of `each` inputs, from the one `first` on, a multiple of
-    count; out of bounds 0."""
+    count; out of bounds 0. rows: int64 where the codes have 2^31 entries."""
     places = tl.multiple_of(first + tl.arange(0, count), count)
     if is_tiled:
         size: tl.constexpr = _TILE_OUTPUTS * _TILE_WORDS
         word = tl.arange(0, count)
         in_block = word // _TILE_WORDS * size + word % _TILE_WORDS + first // _TILE_WORDS * size
-        of_row = (rows // _TILE_OUTPUTS).to(tl.int64) * (_TILE_OUTPUTS * packed[3]) + rows % _TILE_OUTPUTS * _TILE_WORDS
+        of_row = rows // _TILE_OUTPUTS * (_TILE_OUTPUTS * packed[3]) + rows % _TILE_OUTPUTS * _TILE_WORDS
         pointers = codes + of_row[:, None] + in_block[None, :]
     else:
-        pointers = codes + (rows.to(tl.int64) * packed[3])[:, None] + places[None, :]
+        pointers = codes + (rows * packed[3])[:, None] + places[None, :]
     if is_whole:
         found = tl.load(pointers)
     else:
