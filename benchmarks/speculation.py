@@ -197,7 +197,9 @@ class _Engine:
         config = EngineConfig.from_options(model=str(folder), device=options.device, speculative=speculative, **given)
         self.core, self.folder = EngineCore(config), folder
         self._num_requests = 0
-        self.rate(free_load(2, 8, config.model.spec.vocab_size), "warm-up")
+        vocab_size = config.model.spec.vocab_size
+        warm_up = forced_load(2, 8, vocab_size, 1.0) if name in (KNOWN, KNOWN_HEAD) else free_load(2, 8, vocab_size)
+        self.rate(warm_up, "warm-up")
 
     def drafts(self) -> DraftStats:
         return self.core.step_metrics().drafts or DraftStats(0, 0, [])

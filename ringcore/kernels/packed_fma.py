@@ -5,9 +5,9 @@ are expanded to float16 and multiplied two in an instruction (`half_products`, `
 their zeros and products, and eight bytes of FP8 take 8. The products of half a chunk, which is 16 bytes of codes that a
 thread holds, are added in float16, all else in float32. Scales are applied to the sums of chunks. Programs are
 persistent: what they do to x (the norm, the rounding to FP8) is done once for several tiles of outputs. The next tile
-is loaded into registers before one is multiplied. The machine code issues most of these loads after the products (ptxas
-moves them down to save registers); asynchronous copies into shared memory, two to four tiles ahead, were measured and
-are no faster: other programs of the multiprocessor fill the time.
+is loaded into registers before one is multiplied; a branch keeps ptxas from issuing those loads after the products,
+which would save registers. Asynchronous copies into shared memory, two to four tiles ahead, were measured and are no
+faster.
 """
 
 from __future__ import annotations
@@ -143,16 +143,17 @@ def packed_fma_kernel(
             *(weight, packed, tile + step, num_outputs, num_inputs, block_inputs, block_outputs),
             has_one_scale, is_gated, layout,
         )  # fmt: skip
-        stored = tile * block_outputs + index < num_outputs
-        for row in tl.static_range(num_rows):
-            targets = out + row * num_outputs + rows
-            if adds:  # loaded before the products
-                added = tl.load(targets, mask=stored, other=0.0).to(tl.float32)
-            y = _product(
-                *(loaded, loaded_rows[row], factors[row], packed, bias, rows, num_outputs, num_inputs, block_inputs),
-                has_norm, has_bias, is_gated, is_gelu, is_exact, layout,
-            )  # fmt: skip
-            if adds:
-                y += added
-            tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
+        if tile < num_outputs:  # always: ptxas moves the products above none of the loads, where a branch is between
+            stored = tile * block_outputs + index < num_outputs
+            for row in tl.static_range(num_rows):
+                targets = out + row * num_outputs + rows
+                if adds:
+                    added = tl.load(targets, mask=stored, other=0.0).to(tl.float32)
+                y = _product(
+                    *(loaded, loaded_rows[row], factors[row], packed, bias, rows, num_outputs, num_inputs),
+                    block_inputs, has_norm, has_bias, is_gated, is_gelu, is_exact, layout,
+                )  # fmt: skip
+                if adds:
+                    y += added
+                tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
         loaded = following

@@ -114,7 +114,7 @@ class PackedWeight:
     def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
         """As `skinny_configs.choose`."""
         by_fma = num_rows == 1 and self.has_chunks
-        options = {"is_gated": is_gated, "by_fma": by_fma, "has_zeros": self.has_zero_bits}
+        options = {"is_gated": is_gated, "by_fma": by_fma}
         config = choose_packed(num_outputs, num_inputs, num_rows, self.numbers, run=self.run, **options)
         return self.narrowed(config) if isinstance(config, DotConfig) else config
 

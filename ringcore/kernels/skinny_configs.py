@@ -49,7 +49,8 @@ _ROUNDED_ROWS = 64  # few rows of FP8 times FP8
 _ROUNDED_TILES = DotConfig(128, 128, 8, 4, 1, prefetched_inputs=0, block_rows=128)  # of many
 _FILLED = 0.9  # of the programs that the SM with the most of them would allow
 _FMA_BLOCK = 4096  # inputs
-_LONG_ROUNDED_FMA = PackedFmaConfig(2, _FMA_BLOCK, 4, 3 * NUM_SMS)
+_LONG_ROUNDED_FMA = PackedFmaConfig(2, _FMA_BLOCK, 8, 2 * NUM_SMS)
+_GATED_FMA_BLOCK = 1024  # of which a warp has whole outputs
 _PACKED_FMA_INPUTS = 16384  # a row of more does not fit in registers
 _MAX_PACKED_ROWS, _MAX_LONG_RUN_ROWS = 128, 256
 _LONG_RUN = 16
@@ -89,19 +90,18 @@ def choose_packed(
     is_gated: bool = False,
     by_fma: bool = False,
     run: int = 1,
-    has_zeros: bool = False,
 ) -> Config | None:
     """As `choose`, of a quantized weight; None: none, or so many that the weight is to be expanded for cuBLAS. by_fma:
-    one row, of a weight that `packed_fma_kernel` multiplies. run: of 4 bits, see `weight_tiles`. has_zeros: of groups.
+    one row, of a weight that `packed_fma_kernel` multiplies. run: of 4 bits, see `weight_tiles`.
 
-    Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm, others by tensor cores. (One
-    row was timed with zeros that were subtracted from the sums; from the numbers, it takes 20% more instructions.)
+    Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm and zeros of groups, others by
+    tensor cores:
 
         | outputs x inputs  | bytes | 1 row | 8    | 32   | 64   | 128  | 256  |
-        | 6,144 x 4,096     | 2.8   | 6.2   | 9.4  | 10.0 | 14.2 | 21.3 | 30.6 |
-        | 4,096 x 4,096     | 1.9   | 4.9   | 8.3  | 8.2  | 10.1 | 14.6 | 21.1 |
+        | 6,144 x 4,096     | 2.8   | 6.0   | 9.4  | 10.0 | 14.2 | 21.3 | 30.6 |
+        | 4,096 x 4,096     | 1.9   | 4.6   | 8.3  | 8.2  | 10.1 | 14.6 | 21.1 |
         | 2 x 12,288, gated | 11.4  | 16.8  | 22.6 | 26.7 | 36.0 | 56.0 | 93.0 |
-        | 4,096 x 12,288    | 5.7   | 10.6  | 16.8 | 16.6 | 19.9 | 29.7 | 50.3 |
+        | 4,096 x 12,288    | 5.7   | 9.3   | 16.8 | 16.6 | 19.9 | 29.7 | 50.3 |
 
     cuBLAS takes 16.3, 52.0 and 31.1 for 64 rows of the first, third and fourth in 16 bits, 21.6, 73.3 and 41.7 for 256,
     and for 2,048 rows 130, 512 and 249, where tiles of packed weights take 299, 1,245 and 689; an expansion writes and
@@ -113,7 +113,7 @@ def choose_packed(
     if not 1 <= num_rows <= (_MAX_LONG_RUN_ROWS if run >= _LONG_RUN else _MAX_PACKED_ROWS):
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
-        return _packed_fma(num_outputs, num_inputs, numbers, is_gated, has_zeros)
+        return _packed_fma(num_outputs, num_inputs, numbers, is_gated)
     num_weights = num_outputs * (2 if is_gated else 1)
     if numbers == NIBBLE_NUMBERS:
         of_runs = _long_run_dot if run >= _LONG_RUN else _nibble_dot
@@ -123,11 +123,8 @@ def choose_packed(
     return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
 
 
-def _packed_fma(
-    num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: bool, has_zeros: bool
-) -> PackedFmaConfig:
-    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are: four
-    outputs with their gates and zeros of groups have too many for four programs on an SM."""
+def _packed_fma(num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: bool) -> PackedFmaConfig:
+    """Measured for 4,096 and 12,288 inputs in 4 bits; of others what needs no more registers than there are."""
     block_inputs = min(_FMA_BLOCK, 1 << (num_inputs - 1).bit_length())
     if numbers != NIBBLE_NUMBERS:
         if num_inputs <= 12288:
@@ -136,9 +133,14 @@ def _packed_fma(
     if num_inputs > _FMA_BLOCK:
         return PackedFmaConfig(4, block_inputs, 4 if num_inputs <= 12288 else 8, 2 * NUM_SMS)
     if is_gated:
-        outputs, programs = (2, 5) if has_zeros else (4, 4)
-        return PackedFmaConfig(outputs, block_inputs, 4, programs * NUM_SMS)
+        return _gated_fma(block_inputs)
     return PackedFmaConfig(_tile_outputs(num_outputs), block_inputs, 4, 2 * NUM_SMS)
+
+
+def _gated_fma(most_inputs: int) -> PackedFmaConfig:
+    """As many programs on an SM as have the registers for a row."""
+    programs = 1 if most_inputs > 2048 else 2
+    return PackedFmaConfig(8, min(_GATED_FMA_BLOCK, most_inputs), 8, programs * NUM_SMS)
 
 
 def _tile_outputs(num_outputs: int) -> int:
@@ -194,10 +196,10 @@ def choose_rounded(
     them, some 3 more, and one row by FMA with both in the kernel:
 
         | outputs x inputs  | bytes | FMA, 1 row | tensor cores, 8 rows | 32   |
-        | 6,144 x 4,096     | 5.4   | 8.3        | 11.1                 | 13.0 |
-        | 4,096 x 4,096     | 3.6   | 6.1        | 8.9                  | 10.1 |
-        | 2 x 12,288, gated | 21.5  | 26.3       | 26.6                 | 28.7 |
-        | 4,096 x 12,288    | 10.7  | 16.2       | 18.1                 | 20.1 |
+        | 6,144 x 4,096     | 5.4   | 8.1        | 11.1                 | 13.0 |
+        | 4,096 x 4,096     | 3.6   | 5.4        | 8.9                  | 10.1 |
+        | 2 x 12,288, gated | 21.5  | 25.4       | 26.6                 | 28.7 |
+        | 4,096 x 12,288    | 10.7  | 14.1       | 18.1                 | 20.1 |
     """
     if num_rows < 1:
         return None
@@ -206,7 +208,7 @@ def choose_rounded(
             return _LONG_ROUNDED_FMA
         block_inputs = 1 << (num_inputs - 1).bit_length()
         if is_gated:
-            return PackedFmaConfig(4, block_inputs, 4, 3 * NUM_SMS)
+            return _gated_fma(block_inputs)
         return PackedFmaConfig(_tile_outputs(num_outputs), block_inputs, 8, 2 * NUM_SMS)
     if num_rows > _ROUNDED_ROWS:
         return _ROUNDED_TILES
