@@ -48,8 +48,13 @@ class HeadRuns:
         token_ids = self._rows.token_ids[token_rows, positions + 1].astype(np.int64)
         features = self.head.features(due.tapped)
         stream = self._run(due.rows, due.starts, due.counts, upload(token_ids, self._device), features)
-        last = stream if len(stream) == len(due.rows) else stream[upload(firsts + due.counts - 1, self._device)]
-        self._streams[upload(due.rows.astype(np.int64), self._device)] = last
+        self._keep(
+            upload(due.rows.astype(np.int64), self._device), stream, upload(firsts + due.counts - 1, self._device)
+        )
+
+    def _keep(self, rows: torch.Tensor, stream: torch.Tensor, last: torch.Tensor) -> None:
+        """rows: [n]; last: [n], the places of their last tokens in the stream that was computed."""
+        self._streams[rows] = stream[last]
 
     def draft(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Drafts of rows [n], of which all positions before starts [n] are computed: counts[i] >= 1 of row i ->

@@ -41,6 +41,9 @@ class HeadGraphs(HeadRuns):
         self._places = torch.zeros(3, most, dtype=torch.int32, device=device)  # positions, slots and lengths
         self._tables = torch.zeros(most, self._table.block_ids.shape[1], dtype=torch.int32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._next_ids = torch.zeros(
+            len(rows.num_tokens), dtype=torch.int64, device=device
+        )  # of each row, like _streams
 
     def run_padding(self, num_rows: int) -> None:
         size = next((size for size in GRAPH_SIZES if size >= num_rows), None)
@@ -50,23 +53,34 @@ class HeadGraphs(HeadRuns):
         if size not in self._graphs:
             self._capture(size)
         none = np.zeros(num_rows, dtype=np.int64)
-        self._replay(size, none, none, is_going=none > 0)
+        self._replay(size, upload(self._padded(size, none, none, is_going=none > 0), self._device))
         self._token_ids[:1].cpu()
 
     def draft(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         n, most, size = len(rows), int(counts.max()), self._size_for(len(rows))
         if size is None:
             return super().draft(rows, starts, counts)
-        self._features[:n].copy_(self._streams[upload(rows.astype(np.int64), self._device)])
-        self._token_ids[:n].copy_(self.head.draft(self._features[:n]))
+        on_device = upload(rows.astype(np.int64), self._device)
         drafts = torch.zeros(most, n, dtype=torch.int64, device=self._device)
-        drafts[0] = self._token_ids[:n]
+        drafts[0] = self._next_ids[on_device]
         if most > 1:
+            self._token_ids[:n].copy_(drafts[0])
+            self._features[:n].copy_(self._streams[on_device])
             self._set_tables(rows, int(starts.max()) + most)
+            going = range(1, most)
+            places = upload(
+                np.stack([self._padded(size, rows, starts + i - 1, counts > i) for i in going]), self._device
+            )
         for place in range(1, most):
-            self._replay(size, rows, starts + place - 1, is_going=counts > place)
+            self._replay(size, places[place - 1])
             drafts[place] = self._token_ids[:n]
         return drafts.t().cpu().numpy().astype(np.int32)
+
+    def _keep(self, rows: torch.Tensor, stream: torch.Tensor, last: torch.Tensor) -> None:
+        """With the first draft, which a graph has computed with the stream."""
+        super()._keep(rows, stream, last)
+        is_by_graph = stream.data_ptr() == self._features.data_ptr()
+        self._next_ids[rows] = self._token_ids[last] if is_by_graph else self.head.draft(self._streams[rows])
 
     def _run(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, token_ids: torch.Tensor, features: torch.Tensor
@@ -80,7 +94,9 @@ class HeadGraphs(HeadRuns):
         self._token_ids[:n].copy_(token_ids)
         self._features[:n].copy_(features)
         self._set_tables(token_rows, int(positions.max()) + 1)
-        self._replay(size, token_rows, positions, is_going=np.ones(n, dtype=bool))
+        self._replay(
+            size, upload(self._padded(size, token_rows, positions, is_going=np.ones(n, dtype=bool)), self._device)
+        )
         return self._features[:n]
 
     def _size_for(self, num_places: int) -> int | None:
@@ -93,13 +109,17 @@ class HeadGraphs(HeadRuns):
         width = -(-num_positions // self._table.block_size)
         self._tables[: len(rows), :width].copy_(upload(self._table.block_ids[rows, :width], self._device))
 
-    def _replay(self, size: int, rows: np.ndarray, positions: np.ndarray, is_going: np.ndarray) -> None:
-        """Places of rows [n]; what is not going on is padding: an empty sequence that writes to the null block."""
+    def _padded(self, size: int, rows: np.ndarray, positions: np.ndarray, is_going: np.ndarray) -> np.ndarray:
+        """[3, size] of rows [n]; what is not going on is padding: an empty sequence that writes to the null block."""
         places, n = np.zeros((3, size), dtype=np.int32), len(rows)
         places[0, :n] = np.where(is_going, positions, 0)
         places[1, :n] = np.where(is_going, self._slots(rows, places[0, :n]), 0)
         places[2, :n] = np.where(is_going, positions + 1, 0)
-        self._places[:, :size].copy_(upload(places, self._device))
+        return places
+
+    def _replay(self, size: int, places: torch.Tensor) -> None:
+        """places: as of `_padded`."""
+        self._places[:, :size].copy_(places)
         self._graphs[size].replay()
 
     def _capture(self, size: int) -> None:
