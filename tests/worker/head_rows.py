@@ -1,16 +1,24 @@
-"""Drafts of a worker's head, each compared with those of plain torch."""
+"""Drafts of a worker's head."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from step_driver import admit, execute, make_step, run, start
 from tiny_heads import HeadReference, head_tensors
 
+from ringcore.config import EngineConfig
+from ringcore.protocol.codec import int_array
+from ringcore.worker.drafts.head_proposer import HeadProposer
+from ringcore.worker.runner import draft_costs
 from ringcore.worker.worker import Worker
 
-__all__ = ["compare_drafts"]
+__all__ = ["PROMPT", "compare_drafts", "drafted"]
+
+PROMPT = [5, 17, 80, 3, 44, 9, 61, 2, 33]
 
 
 def compare_drafts(worker: Worker, model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
@@ -37,3 +45,31 @@ def compare_drafts(worker: Worker, model: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(proposer, "_is_worthwhile", lambda: True)
     monkeypatch.setattr(proposer, "may_propose", lambda *_: rng.random() < 0.8)
     return found
+
+
+def drafted(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[tuple[list[int], Any]]]:
+    """What one request writes, and the drafts after which tokens: a prompt in chunks, steps after wrong drafts."""
+    monkeypatch.setattr(draft_costs, "COST_SIZES", (1, 2))
+    monkeypatch.setattr(HeadProposer, "_is_worthwhile", lambda self: True)
+    worker = start(Worker(config, 0, None))
+    proposer: Any = worker._runner._stages.proposer  # type: ignore[union-attr]
+    found: list[tuple[list[int], Any]] = []
+    draft = proposer._runs.draft
+
+    def seen(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        drafts: np.ndarray = draft(rows, starts, counts)
+        found.append((proposer.rows.token_ids[0, : starts[0] + 1].tolist(), drafts[0, : counts[0]].tolist()))
+        return drafts
+
+    monkeypatch.setattr(proposer._runs, "draft", seen)
+    monkeypatch.setattr(proposer.odds, "choose", lambda rows, most, *_: most.copy())
+    blocks = [range(1, 11)] * len(set(worker.get_kv_cache_spec().values()))
+    run(worker, {0: 4}, new=[admit(0, PROMPT, *blocks)])
+    run(worker, {0: 5})
+    for _ in range(6):
+        execute(worker, msgspec.structs.replace(make_step({0: 1}), max_gained=int_array([5])))
+    worker._runner.launcher.follow()  # type: ignore[union-attr]
+    written = proposer.rows.token_ids[0, : proposer.rows.num_tokens[0]].tolist()
+    worker.shutdown()
+    assert len(found) == 6
+    return written, found

@@ -6,59 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import torch
+from head_rows import PROMPT, drafted
 from safetensors.torch import load_file, save_file
-from step_driver import admit, execute, make_config, make_step, run, start
+from step_driver import make_config
 from tiny_heads import HeadReference, head_tensors, write_head
 from tiny_mtp import MTP_MODELS, NUM_LAYERS, SIZES, MtpReference, spread
 
-from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError, ModelLoadError
 from ringcore.model_executor.models.transformers.folder_check import check_folder
 from ringcore.model_executor.models.transformers.fusion import fused_model
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
-from ringcore.protocol.codec import int_array
 from ringcore.protocol.folder_check import FolderCheckStart
-from ringcore.worker.drafts.head_proposer import HeadProposer
-from ringcore.worker.runner import draft_costs
 from ringcore.worker.worker import Worker
 
-PROMPT = [5, 17, 80, 3, 44, 9, 61, 2, 33]
 MTP = {"method": "mtp", "num_drafts": 4}
-
-
-def drafted(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[tuple[list[int], Any]]]:
-    """What one request writes, and the drafts after which tokens: a prompt in chunks, steps after wrong drafts."""
-    monkeypatch.setattr(draft_costs, "COST_SIZES", (1, 2))
-    monkeypatch.setattr(HeadProposer, "_is_worthwhile", lambda self: True)
-    worker = start(Worker(config, 0, None))
-    proposer: Any = worker._runner._stages.proposer  # type: ignore[union-attr]
-    found: list[tuple[list[int], Any]] = []
-    draft = proposer._runs.draft
-
-    def seen(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        drafts: np.ndarray = draft(rows, starts, counts)
-        found.append((proposer.rows.token_ids[0, : starts[0] + 1].tolist(), drafts[0, : counts[0]].tolist()))
-        return drafts
-
-    monkeypatch.setattr(proposer._runs, "draft", seen)
-    monkeypatch.setattr(proposer.odds, "choose", lambda rows, most, *_: most.copy())
-    blocks = [range(1, 11)] * len(plan_groups(worker))
-    run(worker, {0: 4}, new=[admit(0, PROMPT, *blocks)])
-    run(worker, {0: 5})
-    for _ in range(6):
-        execute(worker, msgspec.structs.replace(make_step({0: 1}), max_gained=int_array([5])))
-    written = proposer.rows.token_ids[0, : proposer.rows.num_tokens[0]].tolist()
-    worker.shutdown()
-    assert len(found) == 6
-    return written, found
-
-
-def plan_groups(worker: Worker) -> list[Any]:
-    return list(dict.fromkeys(worker.get_kv_cache_spec().values()))
 
 
 @torch.inference_mode()
