@@ -183,9 +183,8 @@ def sums_of_chunks(products, count: tl.constexpr):
 
 
 @triton.jit
-def _of_words(tiles):
-    """The tiles of half of the words of each chunk, [n, words / 2], as those of all."""
-    count: tl.constexpr = tiles[0].shape[1] // 2
+def _of_words(tiles, count: tl.constexpr):
+    """The tiles of half of the words of each chunk, [n, 2 * count], as those of all."""
     found = ()
     for part in tl.static_range(len(tiles) // 2):
         joined = tl.join(tiles[part], tiles[part + len(tiles) // 2])
@@ -201,7 +200,7 @@ def _exact(tiles, scales, block_inputs: tl.constexpr, layout: tl.constexpr):
     if scales is not None:
         found = _rounded(tiles, scales)
     if not has_quads(layout):
-        found = _of_words(found)
+        found = _of_words(found, found[0].shape[1] // 2)
     sums = ()
     if has_offset(layout):
         total = found[0]
@@ -227,7 +226,7 @@ def _joined(pairs, layout: tl.constexpr):
     """Four tiles of pairs, as of `load_row`."""
     tiles = joined_pairs(pairs[0], pairs[1]), joined_pairs(pairs[2], pairs[3])
     if not has_quads(layout):
-        tiles = _of_words(tiles)
+        tiles = _of_words(tiles, tiles[0].shape[1] // 2)
     found = ()
     for part in tl.static_range(len(tiles)):
         found += (tl.reshape(tiles[part], [tiles[part].shape[0], tiles[part].shape[1] // 4, 4]),)

@@ -84,20 +84,19 @@ def packed_expert_gate_kernel(
                 *(weight, packed, base, outputs + step * block_outputs),
                 num_outputs, num_inputs, block_inputs, is_interleaved, layout,
             )  # fmt: skip
-            if tile < num_tiles:  # always, see `packed_fma_kernel`
-                of_gate, of_up = _gate_rows(base, outputs, num_outputs, is_interleaved)
-                gate = chunk_products(loaded, 0, row, packed, of_gate, num_inputs, block_inputs, is_exact, layout)
-                up = chunk_products(
-                    loaded, len(loaded) // 2, row, packed, of_up, num_inputs, block_inputs, is_exact, layout
-                )
-                gate, up = sums_of_both(gate, up)
-                if has_norm:
-                    gate, up = gate * factor, up * factor
-                if has_bias:
-                    gate += tl.load(bias + of_gate).to(tl.float32)
-                    up += tl.load(bias + of_up).to(tl.float32)
-                product = gated(gate, up, is_gelu, alpha, limit, offset)
-                tl.store(targets + outputs, product.to(rows.dtype.element_ty), mask=outputs < num_outputs)
+            of_gate, of_up = _gate_rows(base, outputs, num_outputs, is_interleaved)
+            gate = chunk_products(loaded, 0, row, packed, of_gate, num_inputs, block_inputs, is_exact, layout)
+            up = chunk_products(
+                loaded, len(loaded) // 2, row, packed, of_up, num_inputs, block_inputs, is_exact, layout
+            )
+            gate, up = sums_of_both(gate, up)
+            if has_norm:
+                gate, up = gate * factor, up * factor
+            if has_bias:
+                gate += tl.load(bias + of_gate).to(tl.float32)
+                up += tl.load(bias + of_up).to(tl.float32)
+            product = gated(gate, up, is_gelu, alpha, limit, offset)
+            tl.store(targets + outputs, product.to(rows.dtype.element_ty), mask=outputs < num_outputs)
             loaded = following
     else:
         for tile in tl.range(tl.program_id(0), num_tiles, step):
@@ -203,24 +202,21 @@ def packed_expert_down_kernel(
         following = _load_down(
             weight, packed, bases, at + step, num_outputs, num_inputs, block_inputs, block_outputs, layout
         )
-        if at < num_outputs:  # always, see `packed_fma_kernel`
-            for i in tl.static_range(block_outputs):
-                output = tl.minimum(at + i, num_outputs - 1)
-                inputs = row, packed, bases + output
-                products = chunk_products(
-                    loaded, i * (len(loaded) // block_outputs), *inputs, num_inputs, block_inputs, is_exact, layout
-                )
-                y = tl.sum(products, 1)
-                if has_bias:
-                    y += tl.load(bias + bases + output).to(tl.float32)
-                y = tl.sum(y * share, 0)
-                if adds:
-                    y += tl.load(out + output).to(tl.float32)
-                tl.store(
-                    out + output + tl.arange(0, 1),
-                    y.to(out.dtype.element_ty),
-                    mask=at + i + tl.arange(0, 1) < num_outputs,
-                )
+        for i in tl.static_range(block_outputs):
+            output = tl.minimum(at + i, num_outputs - 1)
+            inputs = row, packed, bases + output
+            products = chunk_products(
+                loaded, i * (len(loaded) // block_outputs), *inputs, num_inputs, block_inputs, is_exact, layout
+            )
+            y = tl.sum(products, 1)
+            if has_bias:
+                y += tl.load(bias + bases + output).to(tl.float32)
+            y = tl.sum(y * share, 0)
+            if adds:
+                y += tl.load(out + output).to(tl.float32)
+            tl.store(
+                out + output + tl.arange(0, 1), y.to(out.dtype.element_ty), mask=at + i + tl.arange(0, 1) < num_outputs
+            )
         loaded = following
 
 

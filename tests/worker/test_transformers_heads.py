@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from device_runner import rows_on_device
+from fake_graphs import head_graphs_on_cpu
 from head_rows import PROMPT, drafted
 from safetensors.torch import load_file, save_file
 from step_driver import make_config
@@ -98,8 +100,12 @@ def test_embeddings_that_are_scaled_by_their_module_are_refused(tmp_path: Path) 
 # Layers of multi-token prediction.
 
 
-@pytest.mark.parametrize("model_type", MTP_MODELS)
-def test_mtp_layers(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model_type", "by_graphs"), [*((name, False) for name in MTP_MODELS), ("glm4_moe", True)])
+def test_mtp_layers(model_type: str, by_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """by_graphs: by a GPU's runner, with interpreted kernels."""
+    if by_graphs:
+        rows_on_device(monkeypatch, plans_on_device=True)
+        head_graphs_on_cpu(monkeypatch)
     reference = MtpReference(model_type)
     folder = reference.save(tmp_path / "model")
     model = reference.cut()
