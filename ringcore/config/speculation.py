@@ -83,7 +83,9 @@ def draft_head_of(
     """
     if given is None or (given.get("model") is None and given["method"] != MTP):
         return None
-    refused = _refused_model(spec, families) or (_refused_mtp(spec, families) if given["method"] == MTP else None)
+    refused = _refused_model(spec, families) or (
+        _refused_mtp(files, spec, families) if given["method"] == MTP else None
+    )
     if refused is not None:
         raise bad_value("speculative", given, f"{refused}; give {{'method': 'suffix'}}, or leave this out")
     if given["method"] == MTP:
@@ -94,7 +96,7 @@ def draft_head_of(
     return read_eagle_head(found, spec)
 
 
-def _refused_mtp(spec: AnySpec, families: Families) -> str | None:
+def _refused_mtp(files: ModelFiles, spec: AnySpec, families: Families) -> str | None:
     if isinstance(spec, TransformersSpec):
         is_known, count = spec.model_type in MTP_TYPES, num_mtp_layers(spec)
     else:
@@ -105,6 +107,8 @@ def _refused_mtp(spec: AnySpec, families: Families) -> str | None:
         return f"layers of multi-token prediction are computed of {names}, and not of a {spec.architecture}"
     if not count:
         return "this checkpoint has no layers of multi-token prediction (num_nextn_predict_layers is 0)"
+    if files.kind == "gguf":
+        return "layers of multi-token prediction are read of safetensors, and this is a GGUF file"
     if spec.quantization is not None and not spec.quantization.is_on_load:
         return "layers of multi-token prediction are computed in 16 bits, and this checkpoint is quantized"
     return None

@@ -63,8 +63,8 @@ def drafted(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[list
 
     monkeypatch.setattr(proposer._runs, "draft", seen)
     monkeypatch.setattr(proposer.odds, "choose", lambda rows, most, *_: most.copy())
-    num_blocks = -(-40 // config.cache.block_size)
-    blocks = [range(1, 1 + num_blocks)] * len(set(worker.get_kv_cache_spec().values()))
+    num_blocks, num_groups = -(-40 // config.cache.block_size), len(set(worker.get_kv_cache_spec().values()))
+    blocks = [range(1 + num_blocks * group, 1 + num_blocks * (group + 1)) for group in range(num_groups)]
     run(worker, {0: 4}, new=[admit(0, PROMPT, *blocks)])
     run(worker, {0: 5})
     for _ in range(6):

@@ -82,6 +82,25 @@ def test_layers_with_a_scale_of_their_own(tmp_path: Path, monkeypatch: pytest.Mo
     assert written == greedy(model, len(written))
 
 
+def test_a_model_with_windows_and_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's attention sees all, in a KV cache group that the model's windows are not in."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    of_kinds = {"layer_types": kinds, "sliding_window": 6, "head_dim": 16, "num_local_experts": 4}
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = GptOssForCausalLM(GptOssConfig(**SIZES | of_kinds, num_hidden_layers=NUM_LAYERS)).float().eval()
+        spread(model)
+    folder = tmp_path / "gpt-oss"
+    model.save_pretrained(folder)
+    head = write_head(tmp_path / "head")
+    written, found = drafted(make_config(str(folder), speculative={"method": "eagle3", "model": head}), monkeypatch)
+    reference = HeadReference(head_tensors(), model)
+    assert [drafts for _, drafts in found] == [reference.drafts(tokens, 4) for tokens, _ in found]
+    assert written == greedy(model, len(written))
+
+
 def test_embeddings_that_are_scaled_by_their_module_are_refused(tmp_path: Path) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
