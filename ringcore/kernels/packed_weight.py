@@ -84,14 +84,14 @@ class PackedWeight:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether `packed_fma_kernel` multiplies it: words of 32 bits, each chunk of words in one group."""
+        """Whether `packed_fma_kernel` multiplies it: words of 32 bits at int32 places, each chunk of them in one group."""
         is_nibbles = self.form == NIBBLES
         chunk = NIBBLE_CHUNK if is_nibbles else BYTE_CHUNK
         row_bytes = self.row_stride * self.codes.element_size()
         are_words = self.shape[1] % (8 if is_nibbles else 4) == 0 and row_bytes % 4 == 0
         in_groups = self.scales.shape[1] == 1 or (self.group_size % chunk == 0 and self.group_offset % chunk == 0)
-        is_aligned = self.codes.data_ptr() % 4 == 0
-        return self.form != NIBBLES_E2M1 and self.index is None and are_words and is_aligned and in_groups
+        has_places = self.codes.data_ptr() % 4 == 0 and self.codes.nbytes < 4 << 31
+        return self.form != NIBBLES_E2M1 and self.index is None and are_words and has_places and in_groups
 
     def shared_scale_bytes(self, num_outputs: int) -> int:
         """Of the row of scales that so many outputs share, from a multiple on; 0 where they have several, or where a
@@ -107,7 +107,6 @@ class PackedWeight:
 
     def as_words(self) -> PackedWeight:
         """Of words of 32 bits, where it `has_chunks`."""
-        assert self.codes.nbytes < 4 << 31, "words of which places are int32"
         each = 4 // self.codes.element_size()
         return replace(self, codes=self.codes.view(torch.int32), row_stride=self.row_stride // each)
 

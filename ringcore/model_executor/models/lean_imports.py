@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from ringcore.model_executor.models.import_structure import kept_import_structure
+
 __all__ = ["without_compiler"]
 
 _COMPILER = "torch._dynamo"
@@ -23,6 +25,7 @@ _WRAPPED = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _CONTEXT = "TransformGetItemToIndex"  # of the second
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
 _AVAILABLE = "is_torch_distributed_available"  # of transformers
+_IMPORTS = "transformers.utils.import_utils"
 
 
 class _StandIn(ModuleType):
@@ -68,8 +71,9 @@ class _LeanImports:
             if self._depth > 1 or _COMPILER in sys.modules:
                 return
             sys.modules.update(_stand_ins())
-            for name in ("transformers.utils", "transformers.utils.import_utils"):
-                module = importlib.import_module(name)
+            with kept_import_structure():
+                modules = [importlib.import_module(name) for name in ("transformers.utils", _IMPORTS)]
+            for module in modules:
                 self._replaced.append((module, getattr(module, _AVAILABLE)))
                 setattr(module, _AVAILABLE, lambda: False)
 
