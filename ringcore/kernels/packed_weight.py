@@ -84,7 +84,7 @@ class PackedWeight:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether `packed_fma_kernel` multiplies it: words of 32 bits at int32 places, each chunk of them in one group."""
+        """Whether `packed_fma_kernel` multiplies it: words of 32 bits at int32 places, each chunk in one group."""
         is_nibbles = self.form == NIBBLES
         chunk = NIBBLE_CHUNK if is_nibbles else BYTE_CHUNK
         row_bytes = self.row_stride * self.codes.element_size()
