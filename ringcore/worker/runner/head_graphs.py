@@ -41,9 +41,8 @@ class HeadGraphs(HeadRuns):
         self._places = torch.zeros(3, most, dtype=torch.int32, device=device)  # positions, slots and lengths
         self._tables = torch.zeros(most, self._table.block_ids.shape[1], dtype=torch.int32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._next_ids = torch.zeros(
-            len(rows.num_tokens), dtype=torch.int64, device=device
-        )  # of each row, like _streams
+        # The draft after each row's stream.
+        self._next_ids = torch.zeros(len(rows.num_tokens), dtype=torch.int64, device=device)
 
     def run_padding(self, num_rows: int) -> None:
         size = next((size for size in GRAPH_SIZES if size >= num_rows), None)
