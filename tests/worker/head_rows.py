@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from step_driver import admit, execute, make_step, run, start
 from tiny_heads import HeadReference, head_tensors
 
@@ -16,7 +17,7 @@ from ringcore.worker.drafts.head_proposer import HeadProposer
 from ringcore.worker.runner import draft_costs
 from ringcore.worker.worker import Worker
 
-__all__ = ["PROMPT", "compare_drafts", "drafted"]
+__all__ = ["compare_drafts", "drafted", "greedy"]
 
 PROMPT = [5, 17, 80, 3, 44, 9, 61, 2, 33]
 
@@ -74,3 +75,11 @@ def drafted(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[list
     worker.shutdown()
     assert len(found) == 6
     return written, found
+
+
+@torch.inference_mode()
+def greedy(model: Any, count: int) -> list[int]:
+    tokens = list(PROMPT)
+    while len(tokens) < count:
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens

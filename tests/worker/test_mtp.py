@@ -6,22 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from head_rows import drafted, greedy
 from safetensors.torch import load_file, save_file
-from step_driver import admit, execute, make_config, make_step, run, start
+from step_driver import make_config, start
 
 from ringcore.errors import ConfigError, ModelLoadError
-from ringcore.protocol.codec import int_array
-from ringcore.worker.drafts.head_proposer import HeadProposer
-from ringcore.worker.runner import draft_costs
 from ringcore.worker.worker import Worker
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, SIZE, EPS, THETA = 97, 64, 96, 4, 2, 16, 1e-6, 10000.0
-PROMPT = [5, 17, 80, 3, 44, 9, 61, 2, 33]
 MTP = {"method": "mtp", "num_drafts": 4}
 
 
@@ -117,32 +112,9 @@ def layer(model: Any, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor
 def test_it_drafts_what_plain_torch_finds(tiny_mimo: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in chunks, steps after wrong drafts; greedy tokens are transformers'."""
     folder, model = tiny_mimo
-    monkeypatch.setattr(draft_costs, "COST_SIZES", (1, 2))
-    monkeypatch.setattr(HeadProposer, "_is_worthwhile", lambda self: True)
-    worker = start(Worker(make_config(folder, speculative=MTP), 0, None))
-    proposer: Any = worker._runner._stages.proposer  # type: ignore[union-attr]
-    found: list[tuple[list[int], list[int]]] = []
-    draft = proposer._runs.draft
-
-    def seen(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        drafts: np.ndarray = draft(rows, starts, counts)
-        found.append((proposer.rows.token_ids[0, : starts[0] + 1].tolist(), drafts[0, : counts[0]].tolist()))
-        return drafts
-
-    monkeypatch.setattr(proposer._runs, "draft", seen)
-    monkeypatch.setattr(proposer.odds, "choose", lambda rows, most, *_: most.copy())
-    run(worker, {0: 4}, new=[admit(0, PROMPT, range(1, 11))])
-    run(worker, {0: 5})
-    for _ in range(6):
-        execute(worker, msgspec.structs.replace(make_step({0: 1}), max_gained=int_array([5])))
-    written = proposer.rows.token_ids[0, : proposer.rows.num_tokens[0]].tolist()
-    worker.shutdown()
-    assert len(found) == 6
+    written, found = drafted(make_config(folder, speculative=MTP), monkeypatch)
     assert [drafts for _, drafts in found] == [reference(model, tokens, 4) for tokens, _ in found]
-    due = list(PROMPT)
-    while len(due) < len(written):
-        due.append(int(model(torch.tensor([due])).logits[0, -1].argmax()))
-    assert written == due
+    assert written == greedy(model, len(written))
 
 
 def test_a_checkpoint_with_it_is_served_without(tiny_mimo: tuple[str, Any]) -> None:

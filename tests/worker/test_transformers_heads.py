@@ -10,12 +10,13 @@ import pytest
 import torch
 from device_runner import rows_on_device
 from fake_graphs import head_graphs_on_cpu
-from head_rows import PROMPT, drafted
+from head_rows import drafted, greedy
 from safetensors.torch import load_file, save_file
 from step_driver import make_config
 from tiny_heads import HeadReference, head_tensors, write_head
 from tiny_mtp import MTP_MODELS, NUM_LAYERS, SIZES, MtpReference, spread
 
+from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError, ModelLoadError
 from ringcore.model_executor.models.transformers.folder_check import check_folder
 from ringcore.model_executor.models.transformers.fusion import fused_model
@@ -26,12 +27,11 @@ from ringcore.worker.worker import Worker
 MTP = {"method": "mtp", "num_drafts": 4}
 
 
-@torch.inference_mode()
-def greedy(model: Any, count: int) -> list[int]:
-    tokens = list(PROMPT)
-    while len(tokens) < count:
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens
+def check_eagle(config: EngineConfig, model: Any, monkeypatch: pytest.MonkeyPatch, **of_head: Any) -> None:
+    written, found = drafted(config, monkeypatch)
+    reference = HeadReference(head_tensors(), model, **of_head)
+    assert [drafts for _, drafts in found] == [reference.drafts(tokens, 4) for tokens, _ in found]
+    assert written == greedy(model, len(written))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,10 +57,7 @@ def test_eagle_heads(
     head = write_head(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
     speculative = {"method": "eagle3", "model": head}
     config = make_config(tiny_llama[0], model_impl="transformers", speculative=speculative)
-    written, found = drafted(config, monkeypatch)
-    reference = HeadReference(head_tensors(), tiny_llama[1], layers=layers)
-    assert [drafts for _, drafts in found] == [reference.drafts(tokens, 4) for tokens, _ in found]
-    assert written == greedy(tiny_llama[1], len(written))
+    check_eagle(config, tiny_llama[1], monkeypatch, layers=layers)
 
 
 def test_layers_with_a_scale_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +73,7 @@ def test_layers_with_a_scale_of_their_own(tmp_path: Path, monkeypatch: pytest.Mo
     folder = tmp_path / "granite"
     model.save_pretrained(folder)
     head = write_head(tmp_path / "head")
-    written, found = drafted(make_config(str(folder), speculative={"method": "eagle3", "model": head}), monkeypatch)
-    reference = HeadReference(head_tensors(), model)
-    assert [drafts for _, drafts in found] == [reference.drafts(tokens, 4) for tokens, _ in found]
-    assert written == greedy(model, len(written))
+    check_eagle(make_config(str(folder), speculative={"method": "eagle3", "model": head}), model, monkeypatch)
 
 
 def test_a_model_with_windows_and_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,10 +89,7 @@ def test_a_model_with_windows_and_sinks(tmp_path: Path, monkeypatch: pytest.Monk
     folder = tmp_path / "gpt-oss"
     model.save_pretrained(folder)
     head = write_head(tmp_path / "head")
-    written, found = drafted(make_config(str(folder), speculative={"method": "eagle3", "model": head}), monkeypatch)
-    reference = HeadReference(head_tensors(), model)
-    assert [drafts for _, drafts in found] == [reference.drafts(tokens, 4) for tokens, _ in found]
-    assert written == greedy(model, len(written))
+    check_eagle(make_config(str(folder), speculative={"method": "eagle3", "model": head}), model, monkeypatch)
 
 
 def test_embeddings_that_are_scaled_by_their_module_are_refused(tmp_path: Path) -> None:
