@@ -5,6 +5,7 @@ attention_calls   recorded passes on meta: every attention call, or the reason w
 tensor_parallel   its linears split over the ranks by the model's plan
 checkpoint_layout its tensors in terms of the checkpoint's, by transformers' conversion mapping
 model             the `CausalLM`
+taps, mtp_layer   for heads that draft: hidden states of its layers; a layer of multi-token prediction
 """
 
 from ringcore.model_executor.models.transformers.model import TransformersModel
