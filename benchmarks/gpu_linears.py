@@ -20,8 +20,9 @@ from benchmarks.linear_model import choice_ratios, fit
 from benchmarks.linear_points import LinearCase, Point, Points, cases_of, footprint, read_points
 from benchmarks.models import DEFAULT_MODELS, MODELS, find_published
 from benchmarks.result import Check, Findings, Limit, Measurement, write_json
-from ringcore.kernels.skinny_configs import choose
+from ringcore.kernels import skinny_configs
 from ringcore.kernels.tile_candidates import Kernel, first_kernels, near
+from ringcore.kernels.tma_configs import choose_on_hopper
 
 __all__ = ["GpuLinears"]
 
@@ -55,7 +56,8 @@ class GpuLinears(Benchmark):
         known, ceilings = read_points(options.points), measure_ceilings(options.device, options.dtype)
         with Driver("linears", (sys.executable, "-m", "benchmarks.peers.linears")) as driver:
             facts = driver.call("load", TIMEOUT_S, device=options.device, dtype=options.dtype)
-            fresh = Points(facts["device"], facts["num_sms"], ceilings.read_bytes_per_s)
+            of_device = facts["device"], facts["num_sms"], ceilings.read_bytes_per_s
+            fresh = Points(*of_device, has_wgmma=facts["has_wgmma"])
             if known is not None and known.device != fresh.device:
                 raise BenchmarkError(f"{options.points}: its points are of {known.device}, this is {fresh.device}")
             search = _Search(_by(driver), known or fresh, options.points, Deadline(options.seconds))
@@ -85,7 +87,7 @@ class _Search:
 
     def at(self, case: LinearCase, steps: int) -> None:
         """From each first kernel to the best of its neighbours, as long as that gains, but `steps` times at most."""
-        for kernel in first_kernels(case, _chosen(case)):
+        for kernel in first_kernels(case, _chosen(case, self.points)):
             best, best_s = kernel, self._time(case, kernel)
             for _ in range(steps):
                 found = {one: self._time(case, one) for one in near(best, case)}
@@ -121,8 +123,9 @@ class _Search:
         return msgspec.structs.replace(point, seconds=seconds, floor_share=floor_s / seconds)
 
 
-def _chosen(case: LinearCase) -> Kernel:
+def _chosen(case: LinearCase, points: Points) -> Kernel:
     """By the engine."""
+    choose = choose_on_hopper if points.has_wgmma else skinny_configs.choose
     return choose(case.num_outputs, case.num_inputs, case.num_rows, is_gated=case.is_gated)
 
 
@@ -134,7 +137,7 @@ def _findings(cases: list[LinearCase], points: Points, facts: dict[str, Any]) ->
     """Of each case the engine's choice and the best, and how far the model is from all."""
     measurements, measured = [], [point for point in points.points if point.seconds is not None]
     for case in cases:
-        chosen = _chosen(case)
+        chosen = _chosen(case, points)
         name, config = footprint(chosen, case, 1)[0], {} if chosen is None else dataclasses.asdict(chosen)
         of_case = {(p.kernel, _frozen(p.config)): p.seconds for p in measured if p.case == case and p.seconds}
         if (name, _frozen(config)) in of_case:

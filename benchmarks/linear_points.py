@@ -10,7 +10,7 @@ import msgspec
 
 from benchmarks.driver import BenchmarkError
 from benchmarks.models import PublishedModel
-from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
+from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig, TmaConfig
 from ringcore.kernels.tile_candidates import Kernel, block_rows
 
 __all__ = ["LinearCase", "Point", "Points", "cases_of", "footprint", "read_points"]
@@ -50,7 +50,7 @@ class Point(msgspec.Struct, frozen=True):
     cannot be launched, and `error` says why."""
 
     case: LinearCase
-    kernel: str  # "fma", "dot" or "cublas"
+    kernel: str  # "fma", "dot", "tma" or "cublas"
     config: dict[str, int]
     num_bytes: int  # of the weights
     programs: int  # 0: not known
@@ -65,6 +65,7 @@ class Points(msgspec.Struct, frozen=True):
     num_sms: int
     read_bytes_per_s: float
     points: list[Point] = []
+    has_wgmma: bool = False
 
 
 def read_points(path: Path) -> Points | None:
@@ -106,4 +107,7 @@ def footprint(kernel: Kernel, case: LinearCase, num_sms: int) -> tuple[str, int,
             block_outputs = kernel.block_weights // (2 if case.is_gated else 1)
             row_tiles = -(-case.num_rows // block_rows(kernel, case))
             name, programs = "dot", -(-case.num_outputs // block_outputs) * kernel.splits * row_tiles
+        case TmaConfig():
+            items = -(-case.num_weights // kernel.block_weights) * kernel.splits
+            name, programs = "tma", min(items, kernel.programs_per_sm * num_sms)
     return name, programs, -(-programs * kernel.num_warps // (_WARPS_AN_SM * num_sms))

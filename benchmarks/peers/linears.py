@@ -17,6 +17,8 @@ from triton.errors import TritonError
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
 from ringcore.kernels.device_timer import PAST_L2_BYTES, timer
+from ringcore.kernels.skinny_tiles import Config
+from ringcore.kernels.tma_configs import has_wgmma
 
 PACKAGES = ("ringcore", "torch", "triton")
 EPS = 1e-6
@@ -83,8 +85,9 @@ class Linears:
         self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         if device == "cuda":
             properties = torch.cuda.get_device_properties(0)
-            return {**facts(PACKAGES), "device": properties.name, "num_sms": properties.multi_processor_count}
-        return {**facts(PACKAGES), "device": "cpu", "num_sms": 1}
+            of_device = {"device": properties.name, "num_sms": properties.multi_processor_count}
+            return {**facts(PACKAGES), **of_device, "has_wgmma": has_wgmma(torch.device("cuda", 0))}
+        return {**facts(PACKAGES), "device": "cpu", "num_sms": 1, "has_wgmma": False}
 
     def measure(self, case: dict[str, Any], kernel: str, config: dict[str, Any]) -> dict[str, Any]:
         """Seconds of a call, or why it cannot be launched."""
@@ -117,9 +120,10 @@ def _product(tensors: Tensors, kernel: str, config: dict[str, Any]) -> Call:
         return lambda weight, total: _by_cublas(tensors, weight, total)
     from ringcore.kernels.round_rows import RowNorm
     from ringcore.kernels.skinny_linear import new_split_k_counters, skinny_linear
-    from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
+    from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig, TmaConfig
 
-    chosen = FmaConfig(**config) if kernel == "fma" else DotConfig(**config)
+    kinds: dict[str, type[Config]] = {"fma": FmaConfig, "dot": DotConfig, "tma": TmaConfig}
+    chosen = kinds[kernel](**config)
     normalises = kernel == "fma" and tensors.gain is not None
     norm = RowNorm(tensors.gain, EPS) if normalises and tensors.gain is not None else None
     activation = "silu" if tensors.is_gated else None

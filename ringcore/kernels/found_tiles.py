@@ -9,13 +9,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ringcore.host.measurements import Measurements
-from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig, TmaConfig
 from ringcore.kernels.skinny_times import Numbers
 
 __all__ = ["FoundTiles", "TileProblem", "as_plain", "of_plain"]
 
 _WHAT = "tile"  # is what a record holds
-_KINDS: Mapping[str, type[Config]] = {"fma": FmaConfig, "packed_fma": PackedFmaConfig, "dot": DotConfig}
+_KINDS: Mapping[str, type[Config]] = {
+    "fma": FmaConfig,
+    "packed_fma": PackedFmaConfig,
+    "dot": DotConfig,
+    "tma": TmaConfig,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,22 @@ faster.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 from ringcore.kernels.activation import activated
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, supports_pdl
 from ringcore.kernels.fma_row import load_row
 from ringcore.kernels.packed_gemv import chunk_products, load_outputs, sums_of_both
+from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
+from ringcore.kernels.round_rows import RowNorm
+from ringcore.kernels.skinny_tiles import PackedFmaConfig
+from ringcore.kernels.weight_tiles import tile_arguments
 
-__all__ = ["packed_fma_kernel"]
+__all__ = ["launch_packed_fma", "packed_fma_kernel"]
 
 
 @triton.jit
@@ -157,3 +164,43 @@ def packed_fma_kernel(
                     y += added
                 tl.store(targets, y.to(out.dtype.element_ty), mask=stored)
         loaded = following
+
+
+def launch_packed_fma(
+    x: torch.Tensor,
+    weight: torch.Tensor | PackedWeight,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    norm: RowNorm | None,
+    row_group: int,
+    config: PackedFmaConfig,
+    options: dict[str, Any],
+) -> None:
+    num_rows, num_inputs = x.shape
+    assert num_rows in (1, 2), num_rows
+    assert isinstance(weight, PackedWeight), "dense weights are for other configurations"
+    assert weight.has_chunks, weight
+    assert row_group in (0, num_inputs) or config.block_inputs % row_group == 0, (row_group, config)
+    assert not row_group or weight.form == BYTES_FP8, weight.form
+    assert weight.has_whole_runs(config.block_inputs), (weight.run, config)
+    gain, eps = (x, 0.0) if norm is None else norm
+    tiles = triton.cdiv(out.shape[1], config.block_outputs)
+    packed_fma_kernel[(min(tiles, config.num_programs),)](
+        x=x,
+        gain=gain,
+        bias=bias,
+        out=out,
+        num_outputs=out.shape[1],
+        eps=eps,
+        num_rows=num_rows,
+        num_inputs=num_inputs,
+        block_inputs=config.block_inputs,
+        block_outputs=config.block_outputs,
+        has_norm=norm is not None,
+        row_group=row_group,
+        has_one_scale=weight.scale_run % config.block_outputs == 0 and out.shape[1] % config.block_outputs == 0,
+        is_exact=weight.dtype == torch.float32,
+        pdl=supports_pdl(x.device),
+        **tile_arguments(weight.as_words()),
+        **options,
+    )

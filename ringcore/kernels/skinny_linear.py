@@ -6,17 +6,20 @@ prefetched while the kernel before still runs, and prologue and epilogue need no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import triton
 
 from ringcore.kernels.dependent_launch import launch_options, supports_pdl
-from ringcore.kernels.packed_fma import packed_fma_kernel
+from ringcore.kernels.packed_fma import launch_packed_fma
 from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
+from ringcore.kernels.partials import Partials
 from ringcore.kernels.round_rows import RoundedRows, RowNorm
 from ringcore.kernels.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
-from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig, TmaConfig
+from ringcore.kernels.tma_linear import launch_tma_linear
 from ringcore.kernels.weight_tiles import tile_arguments
 
 __all__ = [
@@ -53,16 +56,17 @@ def skinny_linear(
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
+    defer: Callable[[Partials], None] | None = None,
 ) -> torch.Tensor:
     """x W^T + b, accumulated in float32 and rounded once; `config`: from `skinny_configs.choose`.
 
     x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, or quantized, bias: [num_weights]; all
     contiguous. n is 1 to 4 for an `FmaConfig`, of a dense weight, 1 or 2 for a `PackedFmaConfig`, of a quantized one
-    that `has_chunks`, and up to four times its block_rows for a `DotConfig`, or any number without splits. Rounded rows
-    are for an FP8 weight whose rows are contiguous, and a `DotConfig` with a block_inputs that divides both's groups:
-    FP8 is multiplied by FP8.
-    norm: prologue, not of a `DotConfig`: of each row of x, which may then be float32; the normalised row is not rounded
-    before the product.
+    that `has_chunks`, up to 128 for a `TmaConfig`, of a dense weight on Hopper, and up to four times its block_rows for
+    a `DotConfig`, or any number without splits. Rounded rows are for an FP8 weight whose rows are contiguous, and a
+    `DotConfig` with a block_inputs that divides both's groups: FP8 is multiplied by FP8.
+    norm: prologue, not of a `DotConfig` or `TmaConfig`: of each row of x, which may then be float32; the normalised row
+    is not rounded before the product.
     row_group: prologue of a `PackedFmaConfig` and an FP8 weight, after the norm: rows are rounded to FP8, with a scale
     for each row_group inputs, which divides block_inputs, or for all.
     activation: epilogue; the weight's first half is a gate: the result is activation(first half) * second half.
@@ -71,6 +75,7 @@ def skinny_linear(
     it.
     counters: see `new_split_k_counters`, not shared with a product that may run at the same time; allocated if not
     given, and used only where `config` has splits.
+    defer: of add_to: may be given the partials of splits, which are then not added yet (a deferred add).
 
     Returns add_to, or out (by default a new tensor).
     """
@@ -98,10 +103,14 @@ def skinny_linear(
             assert row_group is None, "rows are rounded for quantized weights"
             _launch_fma(rows, weight, bias, out, norm, config, options)
         case PackedFmaConfig():
-            _launch_packed_fma(rows, weight, bias, out, norm, row_group or 0, config, options)
+            launch_packed_fma(rows, weight, bias, out, norm, row_group or 0, config, options)
         case DotConfig():
             assert norm is None, "a DotConfig has no prologue"
             _launch_dot(x, weight, bias, out, counters, config, options)
+        case TmaConfig():
+            assert norm is None, "a TmaConfig has no prologue"
+            assert isinstance(weight, torch.Tensor), "quantized weights are for other configurations"
+            launch_tma_linear(rows, weight, bias, out, counters, config, options, defer)
     return out
 
 
@@ -153,46 +162,6 @@ def _launch_fma(
         is_whole=num_inputs % config.block_inputs == 0,
         has_norm=norm is not None,
         pdl=pdl if supports_pdl(x.device) else 0,
-        **options,
-    )
-
-
-def _launch_packed_fma(
-    x: torch.Tensor,
-    weight: torch.Tensor | PackedWeight,
-    bias: torch.Tensor,
-    out: torch.Tensor,
-    norm: RowNorm | None,
-    row_group: int,
-    config: PackedFmaConfig,
-    options: dict[str, Any],
-) -> None:
-    num_rows, num_inputs = x.shape
-    assert num_rows in (1, 2), num_rows
-    assert isinstance(weight, PackedWeight), "dense weights are for other configurations"
-    assert weight.has_chunks, weight
-    assert row_group in (0, num_inputs) or config.block_inputs % row_group == 0, (row_group, config)
-    assert not row_group or weight.form == BYTES_FP8, weight.form
-    assert weight.has_whole_runs(config.block_inputs), (weight.run, config)
-    gain, eps = (x, 0.0) if norm is None else norm
-    tiles = triton.cdiv(out.shape[1], config.block_outputs)
-    packed_fma_kernel[(min(tiles, config.num_programs),)](
-        x=x,
-        gain=gain,
-        bias=bias,
-        out=out,
-        num_outputs=out.shape[1],
-        eps=eps,
-        num_rows=num_rows,
-        num_inputs=num_inputs,
-        block_inputs=config.block_inputs,
-        block_outputs=config.block_outputs,
-        has_norm=norm is not None,
-        row_group=row_group,
-        has_one_scale=weight.scale_run % config.block_outputs == 0 and out.shape[1] % config.block_outputs == 0,
-        is_exact=weight.dtype == torch.float32,
-        pdl=supports_pdl(x.device),
-        **tile_arguments(weight.as_words()),
         **options,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Config", "DotConfig", "FmaConfig", "PackedFmaConfig"]
+__all__ = ["Config", "DotConfig", "FmaConfig", "PackedFmaConfig", "TmaConfig", "padded_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,4 +45,21 @@ class DotConfig:
         assert 1 in (self.splits, self.segments), self
 
 
-Config = FmaConfig | PackedFmaConfig | DotConfig
+@dataclass(frozen=True, slots=True)
+class TmaConfig:
+    """Of `tma_kernel`, for 16-bit weights on Hopper and up to 256 rows."""
+
+    block_weights: int  # rows of the weight per tile, 64 or more; gated: of gate and up
+    block_inputs: int  # 64 or 128: times splits, it divides the inputs
+    num_stages: int
+    splits: int = 1
+    programs_per_sm: int = 1
+    num_warps: int = 4
+
+
+Config = FmaConfig | PackedFmaConfig | DotConfig | TmaConfig
+
+
+def padded_rows(num_rows: int) -> int:
+    """The N side of a product by a `TmaConfig`."""
+    return max(8, 1 << (num_rows - 1).bit_length())

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ringcore.kernels.experts_configs import grouped_tiles
 from ringcore.kernels.found_tiles import TileProblem
 from ringcore.kernels.skinny_configs import MAX_ROWS
-from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig, TmaConfig, padded_rows
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, H200, NUM_SMS, Numbers
 
 __all__ = ["Kernel", "Linear", "block_rows", "can_run", "candidates", "first_kernels", "grouped_candidates", "near"]
@@ -17,6 +17,7 @@ __all__ = ["Kernel", "Linear", "block_rows", "can_run", "candidates", "first_ker
 Kernel = Config | None  # None: cuBLAS
 _MAX_FMA_ROWS = 4
 _MAX_SHARED_BYTES = 200 << 10  # of a program's tiles in flight
+_MAX_RING_BYTES = 222 << 10  # of an SM's programs
 _BYTES = 2  # of a number: skinny linears are 16-bit
 _EXPANDED_ROWS = 32  # of more an expansion of packed weights before cuBLAS may be worth it
 _FEW_ROWS = 8  # for which the model of times is fitted; for more it ranks tiles as for so many
@@ -137,6 +138,12 @@ def near(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> li
             vary("splits", _around(kernel.splits, 1, 8))
             vary("prefetched_inputs", (0 if kernel.prefetched_inputs else _PREFETCHED_INPUTS,))
             vary("block_rows", _around(kernel.block_rows, 16, 128))
+        case TmaConfig():
+            vary("num_stages", (n for n in (kernel.num_stages - 2, kernel.num_stages + 2) if n > 2))
+            vary("splits", _around(kernel.splits, 1, 8))
+            vary("programs_per_sm", (n for n in (kernel.programs_per_sm - 1, kernel.programs_per_sm + 1) if n > 0))
+            vary("block_inputs", _around(kernel.block_inputs, 64, 128))
+            vary("block_weights", _around(kernel.block_weights, 64, 128))
     return [one for one in found if can_run(one, linear, numbers)]
 
 
@@ -161,6 +168,13 @@ def can_run(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) ->
                 and linear.num_rows <= 4 * kernel.block_rows
                 and kernel.block_inputs * kernel.splits <= linear.num_inputs
                 and input_bytes * kernel.block_inputs * kernel.num_stages <= _MAX_SHARED_BYTES
+            )
+        case TmaConfig():
+            stage_bytes = (kernel.block_weights + padded_rows(linear.num_rows)) * kernel.block_inputs * _BYTES
+            return (
+                1 < linear.num_rows <= 64
+                and linear.num_inputs % (kernel.block_inputs * kernel.splits) == 0
+                and kernel.programs_per_sm * stage_bytes * kernel.num_stages <= _MAX_RING_BYTES
             )
 
 

@@ -43,7 +43,7 @@ class FakeDriver:
 
     def call(self, command: str, timeout_s: float, **given: Any) -> dict[str, Any]:
         if command == "load":
-            return {"device": self.device, "num_sms": 100, "python": "3", "packages": {}}
+            return {"device": self.device, "num_sms": 100, "has_wgmma": False, "python": "3", "packages": {}}
         self.asked.append((given["case"], given["kernel"], given["config"]))
         return self.cost(*self.asked[-1])
 

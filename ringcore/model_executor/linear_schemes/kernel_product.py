@@ -43,7 +43,7 @@ class KernelProduct(Product):
         derived: Derived | None = None,
     ) -> None:
         """out_dtype: of `__call__`, for a linear without bias; None: the weight's. derived: of a quantized weight."""
-        from ringcore.kernels import expand_weight, round_rows, skinny_configs, skinny_linear, skinny_tiles
+        from ringcore.kernels import expand_weight, round_rows, skinny_configs, skinny_linear, skinny_tiles, tma_configs
 
         assert bias is None or out_dtype is None
         self.weight = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
@@ -51,7 +51,7 @@ class KernelProduct(Product):
         self._bias = bias
         self._out_dtype = out_dtype
         self._counters = skinny_linear.new_split_k_counters(weight)
-        self._choose: Choose = skinny_configs.choose if isinstance(weight, torch.Tensor) else weight.choose
+        self._choose: Choose = tma_configs.chooser(weight) if isinstance(weight, torch.Tensor) else weight.choose
         self._choose_split_k = skinny_configs.choose_split_k
         self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig
         self._row_norm = round_rows.RowNorm
@@ -98,7 +98,8 @@ class KernelProduct(Product):
 
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         rows = hidden.rows
-        if self._by_kernel(x, add_to=rows) is not None:
+        defer = hidden.defer_add if rows.dtype == torch.float32 else None
+        if self._by_kernel(x, add_to=rows, defer=defer) is not None:
             return
         if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
             rows.add_(self._by_cublas(x))
@@ -126,6 +127,7 @@ class KernelProduct(Product):
         *,
         add_to: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        defer: Callable[[Partials], None] | None = None,
     ) -> torch.Tensor | None:
         """None, and nothing computed, where cuBLAS is faster. x: the residual stream, and that alone, is normalised
         first."""
@@ -151,6 +153,7 @@ class KernelProduct(Product):
             add_to=add_to,
             out=out,
             counters=self._counters,
+            defer=defer,
         )
 
     def _dense(self) -> torch.Tensor:

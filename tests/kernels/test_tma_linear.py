@@ -1,0 +1,132 @@
+"""What is known of `tma_kernel` without a GPU: how it compiles, by which tiles it is launched, and what becomes of its
+splits. Its numbers: tests/gpu/test_tma_linear_on_cuda.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ringcore.attention.context import NO_TOKEN_CONTEXT
+from ringcore.kernels import skinny_linear
+from ringcore.kernels.partials import Partials
+from ringcore.kernels.skinny_configs import choose
+from ringcore.kernels.skinny_linear import skinny_linear_reference
+from ringcore.kernels.skinny_tiles import TmaConfig, padded_rows
+from ringcore.kernels.tma_configs import choose_on_hopper, chooser
+from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
+from ringcore.model_executor.residual import Residual
+from tests.kernels.test_precompile import run
+
+NUM_SMS, SHARED_BYTES, RESERVED_BYTES = 132, 227 << 10, 1 << 10
+# Hidden size, outputs of qkv, inputs of o, and outputs of gate and up: Qwen3-0.6B, 4B, 8B, GLM-4-9B, SmolLM2-135M.
+MODELS = (
+    (1024, 4096, 2048, 3072),
+    (2560, 6144, 4096, 9728),
+    (4096, 6144, 4096, 12288),
+    (4096, 4608, 4096, 13696),
+    (576, 960, 576, 1536),
+)
+
+
+@pytest.mark.parametrize("num_rows", [2, 4, 8, 16, 17, 32, 33, 64])
+def test_tiles_of_published_models_fit(num_rows: int) -> None:
+    found = []
+    for hidden, qkv, heads, inner in MODELS:
+        linears = ((qkv, hidden, False), (hidden, heads, False), (inner, hidden, True), (hidden, inner, False))
+        for num_outputs, num_inputs, is_gated in linears:
+            config = choose_on_hopper(num_outputs, num_inputs, num_rows, is_gated=is_gated)
+            if not isinstance(config, TmaConfig):
+                assert config == choose(num_outputs, num_inputs, num_rows, is_gated=is_gated)
+                continue
+            found.append(config)
+            assert num_inputs % (config.block_inputs * config.splits) == 0
+            assert config.splits == 1 or not is_gated
+            stage_bytes = (config.block_weights + padded_rows(num_rows)) * config.block_inputs * 2
+            assert config.num_stages >= 3
+            of_program = config.num_stages * stage_bytes + 16 * config.num_stages + RESERVED_BYTES
+            assert config.programs_per_sm * of_program <= SHARED_BYTES
+            items = -(-num_outputs * (1 + is_gated) // config.block_weights) * config.splits
+            rounds = -(-items // (config.programs_per_sm * NUM_SMS))
+            assert rounds == 1 or items >= 0.9 * rounds * config.programs_per_sm * NUM_SMS
+    assert len(found) >= 4 * len(MODELS) - 1, "all but the gate of GLM-4-9B, of 428 tiles"
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "num_rows", "is_gated"),
+    [(4096, 4096, 1, False), (4096, 4096, 65, False), (1000, 1000, 8, False), (1004, 1024, 8, True)],
+    ids=["one row", "many", "inputs of no block", "gated outputs of no eight"],
+)
+def test_what_other_kernels_multiply(num_outputs: int, num_inputs: int, num_rows: int, is_gated: bool) -> None:
+    expected = choose(num_outputs, num_inputs, num_rows, is_gated=is_gated)
+    assert choose_on_hopper(num_outputs, num_inputs, num_rows, is_gated=is_gated) == expected
+
+
+def test_other_devices_have_other_kernels() -> None:
+    assert chooser(torch.zeros(64, 128, dtype=torch.bfloat16)) is choose
+
+
+def by_reference(x: Any, weight: Any, bias: Any, out: Any, _: Any, config: Any, options: Any, defer: Any) -> None:
+    """Stands for `launch_tma_linear`."""
+    given = bias if options["has_bias"] else None
+    if defer is None or not options["adds"] or given is not None or config.splits == 1:
+        skinny_linear_reference(x, weight, bias=given, **{"add_to" if options["adds"] else "out": out})
+        return
+    parts = zip(x.float().chunk(config.splits, 1), weight.float().chunk(config.splits, 1), strict=True)
+    defer(Partials(torch.stack([rows @ of_rows.t() for rows, of_rows in parts])))
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_splits_wait_for_the_next_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_bias: bool) -> None:
+    """Of a float32 stream, without a bias; else the kernel has added them."""
+    monkeypatch.setattr(skinny_linear, "launch_tma_linear", by_reference)
+    torch.manual_seed(0)
+    weight, x = torch.randn(24, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    bias, before = torch.randn(24).bfloat16() if has_bias else None, torch.randn(5, 24).to(dtype)
+    product = KernelProduct(weight, bias).with_choice(lambda _: lambda *a, **k: TmaConfig(64, 64, 3, 2))
+    hidden = Residual(before.clone())
+    product.add_to(hidden, x, NO_TOKEN_CONTEXT)
+    rows, partials = hidden.take()
+    assert (partials is not None) == (dtype == torch.float32 and not has_bias)
+    total = rows if partials is None else rows + partials.total()
+    expected = skinny_linear_reference(x, weight, bias=bias, add_to=before.clone())
+    torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-2)
+
+
+LAUNCHES = """
+    import torch, triton_for_sm90
+    from tests.kernels.sass import disassemble
+    import tempfile
+    from ringcore.kernels.precompile import intercept_launches
+    from ringcore.kernels.skinny_tiles import TmaConfig
+    from ringcore.kernels.tma_linear import launch_tma_linear
+
+    def launch(num_rows, config, *, is_gated=False, adds=False, has_bias=False, defer=None):
+        x, weight = torch.zeros(num_rows, 1024).bfloat16(), torch.zeros(512, 1024).bfloat16()
+        out = torch.zeros(num_rows, 256 if is_gated else 512, dtype=torch.float32 if adds else torch.bfloat16)
+        options = {"has_bias": has_bias, "is_gated": is_gated, "is_gelu": False, "adds": adds}
+        options |= {"num_warps": config.num_warps, "launch_pdl": True}
+        launch_tma_linear(x, weight, weight[:, 0], out, torch.zeros(64, dtype=torch.int32), config, options, defer)
+
+    with intercept_launches() as found:
+        launch(8, TmaConfig(64, 128, 4))
+        launch(33, TmaConfig(64, 64, 4, 1, 3), is_gated=True, has_bias=True)
+        launch(16, TmaConfig(64, 128, 4, 2), adds=True, defer=lambda partials: None)
+        launch(16, TmaConfig(128, 64, 3, 4, num_warps=8), adds=True)
+    for (kernel, _), variant in found.items():
+        compiled = kernel.preload(variant.specialization)
+        instructions, _ = disassemble(compiled.asm["cubin"], tempfile.mkdtemp())
+        wait = next(i for i, one in enumerate(instructions) if one.name.startswith("ACQBULK"))
+        early = sum(one.name.startswith("UTMALDG") for one in instructions[:wait])
+        spills = sum(one.name.startswith(("STL", "LDL")) for one in instructions)
+        print(early, spills, compiled.metadata.shared <= 227 << 10)
+"""
+
+
+def test_a_ring_of_weights_is_loaded_before_the_wait(tmp_path) -> None:
+    """One copy a stage, in the code for an H200."""
+    lines = [line.split() for line in run(LAUNCHES, tmp_path).splitlines()]
+    assert [int(early) for early, _, _ in lines] == [4, 4, 4, 3]
+    assert all(spills == "0" and fits == "True" for _, spills, fits in lines)
