@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ringcore.config import EngineConfig
+from ringcore.worker.drafts.drafts_behind import DraftsBehind
 from ringcore.worker.drafts.head_proposer import HeadProposer
 from ringcore.worker.drafts.head_runs import HeadRuns
 from ringcore.worker.drafts.proposer import Drafts, Proposer
@@ -56,7 +57,24 @@ class _KnownRuns:
 
     def draft(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         drafts = self._runs.draft(rows, starts, counts)
-        return _known(self._rows, rows, np.full(len(rows), drafts.shape[1])).reshape(drafts.shape)
+        return _known_as(drafts, self._rows, rows)
+
+    def draft_behind(self, *step: Any, **how_many: Any) -> _KnownBehind | None:
+        behind = self._runs.draft_behind(*step, **how_many)
+        return None if behind is None else _KnownBehind(behind, self._rows)
+
+
+class _KnownBehind:
+    def __init__(self, behind: DraftsBehind, rows: RequestRows) -> None:
+        self._rows, self._behind, self.num_drafts = rows, behind, behind.num_drafts
+
+    def token_ids(self, rows: np.ndarray) -> np.ndarray:
+        return _known_as(self._behind.token_ids(rows), self._rows, rows)
+
+
+def _known_as(drafts: np.ndarray, rows: RequestRows, drafting: np.ndarray) -> np.ndarray:
+    """In the place of drafts [n, num_drafts] of rows drafting [n]."""
+    return _known(rows, drafting, np.full(len(drafting), drafts.shape[1])).reshape(drafts.shape)
 
 
 def _known(rows: RequestRows, drafting: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -16,11 +16,14 @@ from adjusted_requests import EOS, PROCESSORS, VOCAB_SIZE, expected, some_reques
 from drafted_rows import MAX_TOKENS, write
 from engine import generate, make_core, tokens
 from head_rows import compare_drafts
+from rows_behind import MAX_LEN, check_few_blocks, check_many_counts, check_other_owners, check_prompts_between
 from step_driver import make_config, start
 from tiny_checkpoints import hf_model
 from tiny_heads import HIDDEN, VOCAB, constant_head, write_head
 
 from ringcore import SamplingParams
+from ringcore.worker.drafts.drafts_behind import DraftsBehind
+from ringcore.worker.runner.head_graphs import HeadGraphs
 from ringcore.worker.worker import Worker
 
 pytestmark = pytest.mark.timeout(300)
@@ -47,6 +50,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module", params=[False, True], ids=["graphs", "eager"])
 def worker(request, tiny, tmp_path_factory):
     options = {"device": "cuda", "block_size": 16, "max_num_seqs": 14, "logits_processors": PROCESSORS}
+    options["max_model_len"] = MAX_LEN
     speculative = {"method": FREE, "model": write_head(tmp_path_factory.mktemp("head"))}
     config = make_config(tiny[0], enforce_eager=request.param, speculative=speculative, **options)
     worker = start(Worker(config, 0, None), num_blocks=1 + 14 * MAX_TOKENS // 16)
@@ -69,8 +73,28 @@ def test_every_row_writes_what_it_would_alone(worker, tiny, monkeypatch):
     assert len(seen) > 20
 
 
-def test_an_engine_with_a_head_writes_the_same(tiny, tmp_path):
-    """It drafts what some of the requests write, and the others do not; then with few blocks, and after a sleep."""
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_with_any_number_of_right_drafts(worker, tiny, monkeypatch, seed):
+    """Drafts that graphs compute behind the step before, by what the device found it to accept."""
+    found = check_many_counts(worker, tiny[1], monkeypatch, seed)
+    assert any(one.is_behind for one in found) == _is_by_graphs(worker)
+
+
+@pytest.mark.parametrize("check", [check_few_blocks, check_other_owners, check_prompts_between])
+def test_rows_whose_drafts_are_behind(worker, tiny, monkeypatch, check):
+    found = check(worker, tiny[1], monkeypatch)
+    assert any(one.is_behind for one in found) == _is_by_graphs(worker)
+
+
+def _is_by_graphs(worker):
+    return isinstance(worker._runner._stages.proposer._runs, HeadGraphs)
+
+
+def test_an_engine_with_a_head_writes_the_same(tiny, tmp_path, monkeypatch):
+    """It drafts what some of the requests write, and the others do not; then with few blocks, and after a sleep. Most
+    drafts are computed behind the step before."""
+    reads, read = [], DraftsBehind.token_ids
+    monkeypatch.setattr(DraftsBehind, "token_ids", lambda *given: reads.append(1) or read(*given))
     prompts = [[*range(2 + i, 30 + i)] for i in range(8)]
     params = [
         SamplingParams(**FORCED[i % len(FORCED)], seed=i, max_tokens=48, ignore_eos=True) for i in range(len(prompts))
@@ -87,6 +111,7 @@ def test_an_engine_with_a_head_writes_the_same(tiny, tmp_path):
             engine.sleep(1)
             engine.wake_up()
         assert engine.step_metrics().drafts.num_accepted_tokens > 100
+        assert len(reads) > 10
     short = OPTIONS | {"num_blocks_override": 24, "max_model_len": 96, "max_num_batched_tokens": 64}
     with make_core(tiny[0], **given, **short) as engine:
         assert tokens(generate(engine, prompts, params)) == due

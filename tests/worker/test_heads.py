@@ -16,7 +16,7 @@ from adjusted_requests import EOS, PROCESSORS, VOCAB_SIZE, expected, some_reques
 from device_runner import rows_on_device
 from drafted_rows import MAX_TOKENS, write
 from fake_graphs import head_graphs_on_cpu
-from head_rows import compare_drafts
+from head_rows import Drafted, compare_drafts
 from step_driver import admit, execute, make_config, make_step, run, start
 from tiny_heads import HEAD_CONFIG, HeadReference, head_tensors, write_head
 
@@ -46,7 +46,7 @@ def worker(request: pytest.FixtureRequest, tiny_llama: tuple[str, Any], folder: 
         rows_on_device(patch, plans_on_device=True)
     if request.param == "graphs":
         head_graphs_on_cpu(patch)
-        patch.setattr(draft_costs, "COST_SIZES", (1, 2, 3, 17))
+        patch.setattr(draft_costs, "COST_SIZES", (1, 2, 3, 17, 33))
     worker = start(Worker(config, 0, None), num_blocks=1 + 14 * MAX_TOKENS // 4)
     assert worker._runner is not None
     worker._runner.adjustments.grammars = Arithmetic(EOS, VOCAB_SIZE)  # type: ignore[assignment]
@@ -56,13 +56,11 @@ def worker(request: pytest.FixtureRequest, tiny_llama: tuple[str, Any], folder: 
 
 
 @pytest.fixture
-def seen(worker: Worker, tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def seen(worker: Worker, tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
     return compare_drafts(worker, tiny_llama[1], monkeypatch)
 
 
-def test_every_row_writes_what_it_would_alone(
-    worker: Worker, tiny_llama: tuple[str, Any], seen: list[tuple[int, ...]]
-) -> None:
+def test_every_row_writes_what_it_would_alone(worker: Worker, tiny_llama: tuple[str, Any], seen: list[Drafted]) -> None:
     """Whatever it asks of its tokens; its drafts are wrong, mostly, and after each the head goes on as if it had never
     drafted them."""
     rng = random.Random(3)
@@ -72,11 +70,11 @@ def test_every_row_writes_what_it_would_alone(
     for asked, tokens in zip(requests, due, strict=True):
         assert asked.written == tokens, asked.params
     assert num_drafts > len(requests)
-    assert len({row for row, _, _ in seen}) > len(requests) // 2
+    assert len({one.row for one in seen}) > len(requests) // 2
 
 
 def test_prompts_in_chunks_prefixes_of_others_and_requests_that_were_preempted(
-    worker: Worker, seen: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    worker: Worker, seen: list[Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of the head has at most 7 tokens."""
     monkeypatch.setattr(head_runs, "MOST_AT_ONCE", 7)
@@ -95,7 +93,7 @@ def test_prompts_in_chunks_prefixes_of_others_and_requests_that_were_preempted(
     run(worker, {2: 40}, finished=[0], new=[again])
     run(worker, {2: len(known) - 40})
     _decode(worker, 2, 6)
-    assert {row for row, _, _ in seen} == {0, 1, 2}
+    assert {one.row for one in seen} == {0, 1, 2}
     assert len(seen) >= 6
     worker.reset_rows()
 

@@ -7,6 +7,7 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.protocol.steps import NewRequest
 from ringcore.worker.drafts.draft_odds import DraftOdds
+from ringcore.worker.drafts.drafts_behind import DraftsBehind, VerifiedPlaces
 from ringcore.worker.drafts.head_features import MOST_PENDING, HeadFeatures
 from ringcore.worker.drafts.head_runs import HeadRuns
 from ringcore.worker.drafts.proposer import Drafts, Proposer
@@ -31,6 +32,9 @@ class HeadProposer(Proposer):
     A request is followed from its first token or not at all; while drafts do not pay, few of them are. A row that has
     had no drafts for some tokens is tried again, without verifying them, more and more seldom; with many rows it is
     given up.
+
+    Where a device verifies drafts, and the head runs by graphs, it drafts behind such a step for the next one: as many
+    as would have been worthwhile in this one. Each row's last step tells whether its drafts are there.
     """
 
     def __init__(self, config: EngineConfig, rows: RequestRows, runs: HeadRuns) -> None:
@@ -45,6 +49,9 @@ class HeadProposer(Proposer):
         self._drafted_at = np.zeros(max_rows, dtype=np.int64)  # tokens of each row when it was last drafted for
         self._rests, self._least_rest = np.full(max_rows, _REST), _REST  # how long each is not drafted for at most
         self._is_tried = np.zeros(max_rows, dtype=bool)  # what is predicted is not verified
+        self._behind: DraftsBehind | None = None  # the last step with drafts; of rows that took no other since
+        self._is_behind = np.zeros(max_rows, dtype=bool)
+        self._num_behind = 1  # the most drafts that a row was to have in the last step
         self.odds = DraftOdds(max_rows, speculation.num_drafts, (1,), _AT_FIRST)
         self.costs = StepCosts()
 
@@ -60,26 +67,47 @@ class HeadProposer(Proposer):
         self._rests[request.row] = self._least_rest
 
     def clear(self, rows: np.ndarray) -> None:
-        self._features.is_followed[rows] = False
+        self._features.is_followed[rows] = self._is_behind[rows] = False
 
     def learn_costs(self, costs: StepCosts) -> None:
         self.costs, self._num_admitted = costs, 0
         rest = int(_TRIED_DRAFTS * costs.of_draft(1) / _TRIAL_COST)
         self._least_rest = min(max(_REST, rest), _LONGEST_REST)
 
-    def time_drafts(self, num_rows: int) -> bool:
-        self._runs.run_padding(num_rows)
-        return True
+    def time_drafts(self, num_rows: int) -> int:
+        return self._runs.run_padding(num_rows)
+
+    def verified_in(self, places: VerifiedPlaces) -> None:
+        self._runs.verified_in(places)
 
     def take(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray | None) -> None:
         num_tokens = len(rows) if counts is None else int(counts.sum())
         is_chunk = counts is not None and int(counts.max()) > _CHUNK
-        num_rested = self.rows.num_tokens[rows] - self._drafted_at[rows]
-        self._features.is_followed[rows[num_rested > self._rests[rows] + _REST]] = False  # they may have no drafts
+        self._is_behind[rows] = False
+        self._leave_rested(rows)
         tapped = self._runs.head.tapped[:num_tokens]
         self._features.add(rows, starts, counts, self.rows.num_admissions[rows], tapped, must_copy=not is_chunk)
         if is_chunk or self._features.num_pending > MOST_PENDING:
             self._compute()
+
+    def take_verified(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        """The head computes all places of the step behind it, and drafts, unless it lags behind in one of its rows."""
+        self._is_behind[:] = False
+        self._leave_rested(rows)
+        followed, behind = np.flatnonzero(self._features.is_followed[rows]), None
+        ours = rows[followed]
+        if len(ours) and bool((self._features.begins[ours] == starts[followed]).all()):
+            firsts = (np.cumsum(counts) - counts)[followed]
+            behind = self._runs.draft_behind(ours, firsts, counts[followed], int(counts.sum()), self._num_behind)
+        if behind is None:
+            self.take(rows, starts, counts)
+        else:
+            self._behind, self._is_behind[ours] = behind, True
+
+    def _leave_rested(self, rows: np.ndarray) -> None:
+        """Those of rows [n] that may have no drafts."""
+        num_rested = self.rows.num_tokens[rows] - self._drafted_at[rows]
+        self._features.is_followed[rows[num_rested > self._rests[rows] + _REST]] = False
 
     def _compute(self) -> None:
         """All tokens whose next one is known."""
@@ -98,6 +126,8 @@ class HeadProposer(Proposer):
 
     def follow(self, rows: np.ndarray, num_known: np.ndarray) -> None:
         """What was predicted tells once: of drafts when their step is over, else when all the tokens are known."""
+        behind = self._is_behind[rows]
+        self._features.begins[rows[behind]] = num_known[behind] - 1
         needed = np.where(self._is_tried[rows], self.odds.counts[rows], 1)
         is_telling = num_known - self.odds.num_known[rows] >= needed
         rows, num_known = rows[is_telling], num_known[is_telling]
@@ -122,6 +152,9 @@ class HeadProposer(Proposer):
             is_ready = self._features.is_followed[rows]
             is_ready &= self._features.begins[rows] == self.rows.num_tokens[rows] - 1
             wanted, chosen = np.where(is_ready, wanted, 0), np.where(is_ready, chosen, 0)
+            self._num_behind = max(1, int(chosen.max()))
+            wanted = self._limited(rows, wanted)
+            chosen = np.minimum(chosen, wanted)
         token_ids = self._draft(rows, wanted)
         tried = rows[is_tried & (wanted > 0)]
         self._rests[rows[chosen > 0]] = self._least_rest
@@ -135,11 +168,25 @@ class HeadProposer(Proposer):
         if len(drafting):
             rows, counts = rows[drafting], wanted[drafting]
             known = self.rows.num_tokens[rows]
-            found = self._runs.draft(rows, known - 1, counts)
+            behind = self._behind_of(rows)
+            found = self._runs.draft(rows, known - 1, counts) if behind is None else behind.token_ids(rows)
             token_ids[drafting, : found.shape[1]] = found
             self.odds.predicted(rows, token_ids[drafting], counts, np.ones_like(counts), known)
             self._drafted_at[rows] = known
         return token_ids
+
+    def _limited(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """wanted [n] of rows [n], or fewer, where drafts are there."""
+        drafting = np.flatnonzero(wanted)
+        behind, limited = self._behind_of(rows[drafting]), wanted.copy()
+        if behind is not None:
+            num_there = behind.num_drafts(rows[drafting], self.rows.num_tokens[rows[drafting]] - 1)
+            limited[drafting] = np.minimum(wanted[drafting], num_there)
+        return limited
+
+    def _behind_of(self, rows: np.ndarray) -> DraftsBehind | None:
+        """With drafts of all of rows [n]."""
+        return self._behind if len(rows) and self._is_behind[rows].all() else None
 
     @property
     def _are_many(self) -> bool:

@@ -10,6 +10,7 @@ from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.kernels.upload import upload
 from ringcore.model_executor.models.draft_head import DraftHead
+from ringcore.worker.drafts.drafts_behind import DraftsBehind, VerifiedPlaces
 from ringcore.worker.drafts.head_features import Due
 from ringcore.worker.rows.request_rows import RequestRows
 
@@ -27,10 +28,14 @@ class HeadRuns:
     ) -> None:
         """backend, kv_cache: of its attention layer, which is in this KV cache group."""
         self.head, self._backend, self._rows, self._table = head, backend, rows, rows.block_tables[group]
+        self._group = group
         self._device, index = head.tapped.device, head.attention.index
         self._layer = {index: 0}, {index: kv_cache}
-        # The residual stream after the last position of each row that was computed.
-        self._streams = torch.zeros(len(rows.num_tokens), head.hidden_size, device=self._device)
+        # The residual stream after the last position of each row that was computed; the last one is padding's.
+        self._streams = torch.zeros(len(rows.num_tokens) + 1, head.hidden_size, device=self._device)
+
+    def verified_in(self, places: VerifiedPlaces) -> None:
+        """Called once, where a device verifies drafts."""
 
     def compute(self, due: Due) -> None:
         """The tokens of the model's steps."""
@@ -78,13 +83,23 @@ class HeadRuns:
             stream = self._run(rows[going], starts[going] + place, ones, token_ids, stream)
         return drafts.t().cpu().numpy().astype(np.int32)
 
-    def run_padding(self, num_rows: int) -> None:
-        """What a draft of so many rows takes: at position 0 of rows that have none."""
+    def draft_behind(
+        self, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray, num_places: int, num_drafts: int
+    ) -> DraftsBehind | None:
+        """Computes the places of the step with drafts that a device computes now, and num_drafts >= 1 drafts after the
+        last token that each of rows [n] will have gained in it. Row i has counts[i] of the num_places places, from
+        firsts[i] on, and all its positions before are computed. Does not wait; None: it cannot, and has done nothing.
+        """
+        return None
+
+    def run_padding(self, num_rows: int) -> int:
+        """What some drafts of so many rows take: at position 0 of rows that have none -> how many."""
         rows = np.arange(num_rows) % len(self._rows.num_tokens)
         starts, ones = np.zeros(num_rows, dtype=np.int64), np.ones(num_rows, dtype=np.int64)
         stream = torch.zeros(num_rows, self.head.hidden_size, device=self._device)
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         self.head.draft(self._run(rows, starts, ones, token_ids, stream)).cpu()
+        return 1
 
     def _run(
         self,

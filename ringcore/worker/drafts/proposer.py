@@ -10,6 +10,7 @@ import numpy as np
 from ringcore.config import EngineConfig
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import NewRequest
+from ringcore.worker.drafts.drafts_behind import VerifiedPlaces
 from ringcore.worker.drafts.step_costs import StepCosts
 from ringcore.worker.rows.drafts import Drafts
 from ringcore.worker.rows.request_rows import RequestRows
@@ -40,14 +41,22 @@ class Proposer(ABC):
     def learn_costs(self, costs: StepCosts) -> None:  # noqa: B027
         """What steps take, the same on every rank."""
 
-    def time_drafts(self, num_rows: int) -> bool:
-        """Does what one more draft of num_rows rows takes before a step, while there are no rows; -> whether it is
-        anything."""
-        return False
+    def time_drafts(self, num_rows: int) -> int:
+        """Does what some more drafts of num_rows rows take before a step, while there are no rows; -> how many; 0: they
+        take nothing."""
+        return 0
 
     def take(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray | None) -> None:  # noqa: B027
         """The model has computed, or will before anything that is launched now, counts[i] tokens of row rows[i] from
         position starts[i] on; None: one each. Drafts among them may be wrong."""
+
+    def verified_in(self, places: VerifiedPlaces) -> None:  # noqa: B027
+        """Drafts are verified by steps that leave this on the device. Called once, before the first step."""
+
+    def take_verified(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        """`take`, of a step with drafts, see `verified_in`; row i has counts[i] places, row after row. It is followed
+        before another step is launched."""
+        self.take(rows, starts, counts)
 
     def follow(self, rows: np.ndarray, num_known: np.ndarray) -> None:  # noqa: B027
         """Of rows [n], which have gained tokens, the first num_known [n] tokens are known now. The last call before

@@ -59,6 +59,15 @@ class DeviceRows:
         """[num_places] int32: the decoding rows, then -1 (padding)."""
         return self.state[self.layout.batch_at : self.layout.batch_at + self.layout.num_places]
 
+    @property
+    def block_tables(self) -> tuple[torch.Tensor, ...]:
+        """By KV cache group: [max_rows, width] int32, stale behind a row's blocks."""
+        layout, tables = self.layout, []
+        for group, width in enumerate(layout.table_widths):
+            at, stride = layout.table_at(group), layout.table_stride(group)
+            tables.append(self.state[at : at + layout.max_rows * stride].view(-1, stride)[:, :width])
+        return tuple(tables)
+
     # Changes are gathered on the host, then written by one kernel.
 
     def admit(self, requests: Iterable[NewRequest], rows: RequestRows) -> None:

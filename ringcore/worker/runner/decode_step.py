@@ -11,6 +11,7 @@ from ringcore.kernels.sampling import sample_tokens
 from ringcore.kernels.step import RaggedRows, finish_rows, prepare_decode
 from ringcore.kernels.step_state import DecodeInputs
 from ringcore.protocol.codec import int_array
+from ringcore.worker.drafts.drafts_behind import VerifiedPlaces
 from ringcore.worker.logits.result_ring import ResultRing
 from ringcore.worker.logits.sampling_stage import ALL_MASKED
 from ringcore.worker.rows.device_rows import DeviceRows
@@ -42,6 +43,13 @@ class DecodeStep:
         self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._ok = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self._gained = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    @property
+    def verified_places(self) -> VerifiedPlaces:
+        """Of steps that `finish_drafts` ends."""
+        inputs, rows = self._inputs, self._rows
+        of_places = inputs.positions, inputs.seq_lens, inputs.slots, inputs.block_tables
+        return VerifiedPlaces(rows.batch, self._token_ids, self._gained, *of_places, rows.block_tables)
 
     def warm_up(self) -> None:
         """Sets up before the first request what would delay it: a dummy run, a step without rows."""

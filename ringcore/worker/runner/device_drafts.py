@@ -55,6 +55,7 @@ class DeviceDrafts:
         assert speculation is not None, "speculative is None"
         self._max_drafts, self._most_positions = speculation.num_drafts, config.scheduler.max_sampled_positions
         self._unfollowed: list[DeviceStep] = []  # in the order of their launches
+        proposer.verified_in(decode.verified_places)
 
     @property
     def _ring(self) -> ResultRing:
@@ -66,8 +67,10 @@ class DeviceDrafts:
     def add(self, step: DeviceStep) -> None:
         """A step was launched."""
         self._unfollowed.append(step)
-        counts = step.ends - step.starts if step.drafts is None else 1 + step.drafts
-        self._proposer.take(step.rows, step.starts, counts)
+        if step.drafts is None:
+            self._proposer.take(step.rows, step.starts, step.ends - step.starts)
+        else:
+            self._proposer.take_verified(step.rows, step.starts, 1 + step.drafts)
 
     def follow(self, num_left: int = 1) -> None:
         """Follows all steps but the last num_left; that one too if it has drafts, since how many tokens its rows have

@@ -34,8 +34,9 @@ def measure_costs(
     if len(sizes) < 2:
         return None
     seconds, waited_s = launcher.time_steps(sizes)
-    drafts_cost = proposer.time_drafts(1)
-    of_drafts = [fastest(partial(proposer.time_drafts, size)) for size in sizes] if drafts_cost else []
+    num_timed = [proposer.time_drafts(size) for size in sizes]
+    timed = [(size, num) for size, num in zip(sizes, num_timed, strict=True) if num]
+    of_drafts = [fastest(partial(proposer.time_drafts, size)) / num for size, num in timed]
     numbers = torch.tensor([waited_s, *seconds, *of_drafts], dtype=torch.float32, device=device)
     gathered = tp.all_gather_last_dim(numbers).cpu().numpy().reshape(-1, len(numbers)).max(axis=0)
     seconds, of_drafts = gathered[1 : 1 + len(sizes)].tolist(), gathered[1 + len(sizes) :].tolist()
