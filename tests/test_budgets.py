@@ -40,7 +40,7 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/sampling.py:sample_tokens": (50, "a launch, as above"),
     "kernels/rms_norm.py:rms_norm": (48, "a launch, as above"),
     "kernels/skinny_linear.py:skinny_linear": (49, "a launch, as above"),
-    "kernels/tma_linear.py:launch_tma_linear": (48, "a launch, as above"),
+    "kernels/tma_linear.py:launch_tma_linear": (49, "a launch, as above"),
     "kernels/skinny_linear.py:_launch_dot": (50, "a launch, as above"),
     "kernels/round_rows.py:round_rows": (52, "a launch, as above"),
     "kernels/router_fma.py:route_few_tokens": (43, "a launch, as above"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 import triton
 
-from ringcore.kernels import experts_kernels, packed_fma, skinny_kernels, tma_linear
+from ringcore.kernels import experts_kernels, packed_fma, skinny_kernels, tma_kernels
 
 __all__ = ["device_facts"]
 
@@ -15,7 +15,7 @@ __all__ = ["device_facts"]
 def device_facts(device: torch.device) -> Mapping[str, str]:
     """The GPU, what compiles the kernels, and their source."""
     of_linears = skinny_kernels.dot_kernel, skinny_kernels.fma_kernel, packed_fma.packed_fma_kernel
-    kernels = *of_linears, tma_linear.tma_kernel, experts_kernels.grouped_kernel
+    kernels = *of_linears, tma_kernels.tma_kernel, experts_kernels.grouped_kernel
     return {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,

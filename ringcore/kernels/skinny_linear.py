@@ -62,9 +62,9 @@ def skinny_linear(
 
     x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, or quantized, bias: [num_weights]; all
     contiguous. n is 1 to 4 for an `FmaConfig`, of a dense weight, 1 or 2 for a `PackedFmaConfig`, of a quantized one
-    that `has_chunks`, up to 128 for a `TmaConfig`, of a dense weight on Hopper, and up to four times its block_rows for
-    a `DotConfig`, or any number without splits. Rounded rows are for an FP8 weight whose rows are contiguous, and a
-    `DotConfig` with a block_inputs that divides both's groups: FP8 is multiplied by FP8.
+    that `has_chunks`, up to 128 for a `TmaConfig`, on Hopper, and up to four times its block_rows for a `DotConfig`, or
+    any number without splits. Rounded rows are for an FP8 weight whose rows are contiguous, and a `DotConfig` or
+    `TmaConfig` with a block_inputs that divides both's groups: FP8 is multiplied by FP8.
     norm: prologue, not of a `DotConfig` or `TmaConfig`: of each row of x, which may then be float32; the normalised row
     is not rounded before the product.
     row_group: prologue of a `PackedFmaConfig` and an FP8 weight, after the norm: rows are rounded to FP8, with a scale
@@ -97,7 +97,7 @@ def skinny_linear(
         **launch_options(supports_pdl(rows.device)),
     }
     bias = rows if bias is None else bias
-    assert isinstance(x, torch.Tensor) or isinstance(config, DotConfig), "rounded rows are for a DotConfig"
+    assert isinstance(x, torch.Tensor) or isinstance(config, DotConfig | TmaConfig), "rounded rows are for tensor cores"
     match config:
         case FmaConfig():
             assert row_group is None, "rows are rounded for quantized weights"
@@ -109,8 +109,7 @@ def skinny_linear(
             _launch_dot(x, weight, bias, out, counters, config, options)
         case TmaConfig():
             assert norm is None, "a TmaConfig has no prologue"
-            assert isinstance(weight, torch.Tensor), "quantized weights are for other configurations"
-            launch_tma_linear(rows, weight, bias, out, counters, config, options, defer)
+            launch_tma_linear(x, weight, bias, out, counters, config, options, defer)
     return out
 
 

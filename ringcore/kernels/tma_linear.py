@@ -1,11 +1,4 @@
-"""`skinny_linear` for 2 or more rows on Hopper: weights by TMA, of which a program has a ring of tiles in shared memory
-before the rows are there.
-
-Triton's pipeliner loads weights and rows of a block of inputs together, after the wait for the kernel before
-(`dependent_launch`). In Gluon the two are apart: a program fills its ring with weights, waits, and loads the rows. So
-memory is busy while kernels follow each other: a layer of Qwen3-8B takes 7 to 8% less at 8 and 32 rows than with
-`dot_kernel`. Gluon has no interpreter: `skinny_linear_reference` is compared with this kernel on a GPU alone.
-"""
+"""Launches `tma_kernel`: of dense weights, or of FP8 times FP8."""
 
 from __future__ import annotations
 
@@ -14,181 +7,24 @@ from typing import Any
 
 import torch
 import triton
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringcore.kernels.activation import activated
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.kernels.partials import Partials
+from ringcore.kernels.round_rows import RoundedRows
 from ringcore.kernels.skinny_tiles import TmaConfig, padded_rows
+from ringcore.kernels.tma_configs import has_plain_rows
+from ringcore.kernels.tma_kernels import tma_kernel
 
-__all__ = ["launch_tma_linear", "tma_kernel"]
+__all__ = ["launch_tma_linear"]
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the latter: Triton 3.6
-
-
-@gluon.jit
-def _load_weights(
-    weight, stage, loaded, item, block, is_there,
-    block_weights: gl.constexpr, block_inputs: gl.constexpr,
-    is_gated: gl.constexpr, blocks: gl.constexpr, splits: gl.constexpr,
-):  # fmt: skip
-    first = (item % splits * blocks + block) * block_inputs
-    if is_gated:
-        pairs: gl.constexpr = block_weights // 16
-        rows = stage._reinterpret(weight.dtype, [pairs, 2, 8, block_inputs], weight.layout)
-        tma.async_copy_global_to_shared(weight, [item // splits * pairs, 0, 0, first], loaded, rows, pred=is_there)
-    else:
-        at = item // splits * block_weights
-        tma.async_copy_global_to_shared(weight, [at, first], loaded, stage, pred=is_there)
-
-
-@gluon.jit
-def _load_rows(
-    x, stage, loaded, item, block, is_there, block_inputs: gl.constexpr, blocks: gl.constexpr, splits: gl.constexpr
-):
-    first = (item % splits * blocks + block) * block_inputs
-    tma.async_copy_global_to_shared(x, [0, first], loaded, stage, pred=is_there)
-
-
-@gluon.jit
-def _epilogue(
-    total,  # [block_weights, block_rows] float32
-    bias, out, tile, num_rows, num_outputs,
-    block_weights: gl.constexpr, block_rows: gl.constexpr,
-    has_bias: gl.constexpr, is_gated: gl.constexpr, is_gelu: gl.constexpr, adds: gl.constexpr,
-):  # fmt: skip
-    """As `skinny_kernels`' one; a thread has gate and up of an output."""
-    block_outputs: gl.constexpr = block_weights // 2 if is_gated else block_weights
-    if has_bias:
-        index = gl.arange(0, block_weights, gl.SliceLayout(1, total.type.layout))
-        if is_gated:
-            of_tile = index // 16 * 8 + index % 8
-            weight_rows = gl.minimum(tile * block_outputs + of_tile, num_outputs - 1) + index // 8 % 2 * num_outputs
-        else:
-            weight_rows = gl.minimum(tile * block_outputs + index, num_outputs - 1)
-        total += gl.load(bias + weight_rows).to(gl.float32)[:, None]
-    if is_gated:
-        pairs = gl.reshape(total, [block_outputs // 8, 2, 8, block_rows])
-        gate, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
-        total = gl.reshape(activated(gate, is_gelu) * up, [block_outputs, block_rows])
-    outputs = tile * block_outputs + gl.arange(0, block_outputs, gl.SliceLayout(1, total.type.layout))
-    rows = gl.arange(0, block_rows, gl.SliceLayout(0, total.type.layout))
-    in_bounds = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
-    targets = out + rows.to(gl.int64)[None, :] * num_outputs + outputs[:, None]
-    if adds:
-        total += gl.load(targets, mask=in_bounds, other=0.0).to(gl.float32)
-    gl.store(targets, total.to(out.dtype.element_ty), mask=in_bounds)
-
-
-@gluon.jit(do_not_specialize=["num_rows", "num_outputs", "num_items"])
-def tma_kernel(
-    x,  # descriptor of [num_rows, num_inputs], blocks of [block_rows, block_inputs]
-    weight,  # descriptor of [num_outputs, num_inputs], blocks of [block_weights, block_inputs]; gated: `_descriptor`
-    bias,  # [num_outputs], or gated; read where has_bias
-    out,  # [num_rows, num_outputs]
-    partials,  # [tiles, splits, block_weights, block_rows] float32, of any content; deferred: [splits, *out's shape]
-    counters,  # [tiles] int32, all 0, and 0 again afterwards
-    num_rows,  # int, block_rows at most
-    num_outputs,  # int
-    num_items,  # tiles * splits
-    num_inputs: gl.constexpr,
-    block_rows: gl.constexpr,
-    block_inputs: gl.constexpr,  # times splits, it divides num_inputs
-    block_weights: gl.constexpr,
-    splits: gl.constexpr,
-    num_stages: gl.constexpr,
-    num_warps: gl.constexpr,
-    is_deferred: gl.constexpr,  # partials are the result
-    has_bias: gl.constexpr,
-    is_gated: gl.constexpr,
-    is_gelu: gl.constexpr,
-    adds: gl.constexpr,
-    pdl: gl.constexpr,
-):
-    """A persistent program takes items (tile, split) at a distance of the number of programs, as one sequence of blocks
-    of inputs that runs through a ring of num_stages. Of the splits of a tile the last to arrive reduces all, always in
-    the same order."""
-    blocks: gl.constexpr = num_inputs // block_inputs // splits
-    number_bytes: gl.constexpr = x.dtype.primitive_bitwidth // 8
-    stage_bytes: gl.constexpr = (block_weights + block_rows) * block_inputs * number_bytes
-    stored: gl.constexpr = gl.NVMMASharedLayout.get_default_for([block_weights, block_inputs], x.dtype)
-    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, block_rows, 16])
-    weights = gl.allocate_shared_memory(x.dtype, [num_stages, block_weights, block_inputs], stored)
-    rows = gl.allocate_shared_memory(x.dtype, [num_stages, block_rows, block_inputs], x.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    total_blocks = (num_items - program + programs - 1) // programs * blocks
-    if pdl:
-        gdc_launch_dependents()
-    for i in gl.static_range(num_stages):
-        mbarrier.init(loaded.index(i), count=1)
-    _barrier()
-    for i in gl.static_range(num_stages):
-        item = program + i // blocks * programs
-        mbarrier.expect(loaded.index(i), stage_bytes, pred=i < total_blocks)
-        to = weight, weights.index(i), loaded.index(i), item, i % blocks, i < total_blocks
-        _load_weights(*to, block_weights, block_inputs, is_gated, blocks, splits)
-    if pdl:
-        gdc_wait()
-    for i in gl.static_range(num_stages):
-        item = program + i // blocks * programs
-        to_rows = x, rows.index(i), loaded.index(i), item, i % blocks, i < total_blocks
-        _load_rows(*to_rows, block_inputs, blocks, splits)
-    total = gl.zeros([block_weights, block_rows], gl.float32, summed)
-    for at in range(total_blocks):
-        slot = at % num_stages
-        mbarrier.wait(loaded.index(slot), at // num_stages & 1)
-        columns = rows.index(slot).permute((1, 0))
-        total = warpgroup_mma(weights.index(slot), columns, total, use_acc=at % blocks != 0, is_async=True)
-        total = warpgroup_mma_wait(0, deps=(total,))
-        _barrier()  # all warps have read the stage
-        ahead = at + num_stages
-        next_item = program + ahead // blocks * programs
-        mbarrier.expect(loaded.index(slot), stage_bytes, pred=ahead < total_blocks)
-        of_next = loaded.index(slot), next_item, ahead % blocks, ahead < total_blocks
-        _load_weights(weight, weights.index(slot), *of_next, block_weights, block_inputs, is_gated, blocks, splits)
-        _load_rows(x, rows.index(slot), *of_next, block_inputs, blocks, splits)
-        if at % blocks == blocks - 1:
-            done = program + at // blocks * programs
-            tile, split = done // splits, done % splits
-            if splits == 1:
-                _epilogue(
-                    *(total, bias, out, tile, num_rows, num_outputs, block_weights, block_rows),
-                    has_bias, is_gated, is_gelu, adds,
-                )  # fmt: skip
-            elif is_deferred:
-                of_split = partials + split.to(gl.int64) * num_rows * num_outputs
-                _epilogue(
-                    *(total, bias, of_split, tile, num_rows, num_outputs, block_weights, block_rows),
-                    False, False, False, False,
-                )  # fmt: skip
-            else:
-                size: gl.constexpr = block_weights * block_rows
-                down = gl.arange(0, block_weights, gl.SliceLayout(1, summed))[:, None]
-                of_tile = partials + tile * (splits * size) + down * block_rows
-                of_tile += gl.arange(0, block_rows, gl.SliceLayout(0, summed))[None, :]
-                gl.store(of_tile + split * size, total)
-                _barrier()
-                arrived = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-                if arrived == splits - 1:
-                    sums = gl.load(of_tile, cache_modifier=".cg")
-                    for other in gl.static_range(1, splits):
-                        sums += gl.load(of_tile + other * size, cache_modifier=".cg")
-                    _epilogue(
-                        *(sums, bias, out, tile, num_rows, num_outputs, block_weights, block_rows),
-                        has_bias, is_gated, is_gelu, adds,
-                    )  # fmt: skip
-                    gl.store(counters + tile, 0)
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 def launch_tma_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | RoundedRows,
+    weight: torch.Tensor | PackedWeight,
     bias: torch.Tensor,
     out: torch.Tensor,
     counters: torch.Tensor | None,
@@ -197,23 +33,25 @@ def launch_tma_linear(
     defer: Callable[[Partials], None] | None,
 ) -> None:
     """As `skinny_linear`, whose arguments these are."""
-    (num_rows, num_inputs), num_outputs, splits = x.shape, out.shape[1], config.splits
+    rows, numbers, scales, groups = _operands(x, weight)
+    (num_rows, num_inputs), num_outputs, splits = rows.shape, out.shape[1], config.splits
     block_rows = padded_rows(num_rows)
     num_items = triton.cdiv(len(weight), config.block_weights) * splits
     is_deferred = splits > 1 and defer is not None and options["adds"] and not options["has_bias"]
     partials = out
     if is_deferred:
-        partials = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+        partials = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=rows.device)
     elif splits > 1:
         size = num_items * config.block_weights * block_rows
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        partials = torch.empty(size, dtype=torch.float32, device=rows.device)
         if counters is None:
-            counters = torch.zeros(num_items // splits, dtype=torch.int32, device=x.device)
-    sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else num_items
+            counters = torch.zeros(num_items // splits, dtype=torch.int32, device=rows.device)
+    sms = torch.cuda.get_device_properties(rows.device).multi_processor_count if rows.is_cuda else num_items
     describe = _gated_descriptor if options["is_gated"] else _descriptor
     tma_kernel[(min(num_items, config.programs_per_sm * sms),)](
-        x=_descriptor(x, block_rows, config.block_inputs),
-        weight=describe(weight, config.block_weights, config.block_inputs),
+        x=_descriptor(rows, block_rows, config.block_inputs),
+        weight=describe(numbers, config.block_weights, config.block_inputs),
+        scales=scales,
         bias=bias,
         out=out,
         partials=partials,
@@ -227,12 +65,27 @@ def launch_tma_linear(
         block_weights=config.block_weights,
         splits=splits,
         num_stages=config.num_stages,
+        groups=groups,
         is_deferred=is_deferred,
         pdl=True,
         **options,
     )
     if is_deferred and defer is not None:
         defer(Partials(partials))
+
+
+def _operands(
+    x: torch.Tensor | RoundedRows, weight: torch.Tensor | PackedWeight
+) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...], tuple[int, ...]]:
+    """Both matrices, and of FP8 `scales` and `groups` of `tma_kernel`."""
+    if isinstance(x, torch.Tensor):
+        assert isinstance(weight, torch.Tensor), "quantized weights are multiplied by rounded rows"
+        return x, weight, (), ()
+    assert isinstance(weight, PackedWeight), "rounded rows are for a quantized weight"
+    assert has_plain_rows(weight), weight
+    codes = weight.codes.view(torch.float8_e4m3fn)
+    groups = x.group, weight.group_size, weight.scales.shape[1], weight.scale_run
+    return x.codes, codes, (x.scales, weight.scales, *weight.scales.stride()), groups
 
 
 def _descriptor(tensor: torch.Tensor, block_rows: int, block_inputs: int) -> TensorDescriptor:

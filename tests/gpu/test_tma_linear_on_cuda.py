@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.partials import Partials
+from ringcore.kernels.round_rows import round_rows
 from ringcore.kernels.skinny_linear import new_split_k_counters, skinny_linear, skinny_linear_reference
 from ringcore.kernels.skinny_tiles import TmaConfig
 from ringcore.kernels.tma_configs import choose_on_hopper, has_wgmma
@@ -55,6 +57,34 @@ def test_like_the_reference(config, activation, dtype):
                 result = skinny_linear(x, weight, config, activation=activation, counters=counters, **options)
                 assert error(result, expected) < 5e-3, (num_outputs, num_inputs, num_rows, list(options))
                 assert not counters.any()
+
+
+@pytest.mark.parametrize(
+    ("weight_group", "scale_run"), [(128, 128), (None, 1), (256, 1)], ids=["blocks", "outputs", "groups"]
+)
+@pytest.mark.parametrize("row_group", [128, None], ids=["groups of rows", "rows"])
+def test_fp8(weight_group, scale_run, row_group):
+    torch.manual_seed(3)
+    num_inputs = 1024
+    groups = 1 if weight_group is None else num_inputs // weight_group
+    for num_weights in (512, 1280):
+        codes = numbers(num_weights, num_inputs).to(torch.float8_e4m3fn)
+        scales = torch.rand(num_weights // scale_run, groups, device=DEVICE) + 0.5
+        size = (num_weights, num_inputs)
+        options = {"group_size": weight_group or num_inputs, "scale_run": scale_run}
+        weight = PackedWeight(codes.view(torch.uint8), scales, size, torch.bfloat16, BYTES_FP8, num_inputs, **options)
+        expanded = codes.float() * scales.repeat_interleave(scale_run, 0).repeat_interleave(num_inputs // groups, 1)
+        for num_rows in (2, 8, 17, 64):
+            rounded = round_rows(numbers(num_rows, num_inputs), row_group)
+            row_scales = rounded.scales.repeat_interleave(num_inputs // rounded.scales.shape[1], 1)
+            x = rounded.codes.float() * row_scales
+            for activation in (None, "silu"):
+                outputs = num_weights // (1 if activation is None else 2)
+                expected = skinny_linear_reference(x, expanded, activation=activation)
+                for config in (TmaConfig(64, 128, 9), TmaConfig(64, 128, 5, 2, 2), TmaConfig(128, 128, 4)):
+                    result = skinny_linear(rounded, weight, config, activation=activation)
+                    assert result.shape == (num_rows, outputs)
+                    assert error(result, expected) < 5e-3, (num_weights, num_rows, activation, config)
 
 
 def test_partials_of_splits_are_deferred():

@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
-from ringcore.kernels import skinny_linear
+from ringcore.kernels import skinny_linear, tma_configs
+from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.partials import Partials
-from ringcore.kernels.skinny_configs import choose
+from ringcore.kernels.skinny_configs import choose, choose_rounded
 from ringcore.kernels.skinny_linear import skinny_linear_reference
 from ringcore.kernels.skinny_tiles import TmaConfig, padded_rows
-from ringcore.kernels.tma_configs import choose_on_hopper, chooser
+from ringcore.kernels.tma_configs import (
+    choose_on_hopper,
+    choose_rounded_on_hopper,
+    chooser,
+    rounded_chooser,
+    tma_config,
+)
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import Residual
 from tests.kernels.test_precompile import run
@@ -30,27 +37,28 @@ MODELS = (
 )
 
 
+@pytest.mark.parametrize("number_bytes", [2, 1], ids=["16 bits", "FP8"])
 @pytest.mark.parametrize("num_rows", [2, 4, 8, 16, 17, 32, 33, 64])
-def test_tiles_of_published_models_fit(num_rows: int) -> None:
+def test_tiles_of_published_models_fit(num_rows: int, number_bytes: int) -> None:
     found = []
     for hidden, qkv, heads, inner in MODELS:
         linears = ((qkv, hidden, False), (hidden, heads, False), (inner, hidden, True), (hidden, inner, False))
         for num_outputs, num_inputs, is_gated in linears:
-            config = choose_on_hopper(num_outputs, num_inputs, num_rows, is_gated=is_gated)
-            if not isinstance(config, TmaConfig):
-                assert config == choose(num_outputs, num_inputs, num_rows, is_gated=is_gated)
+            config = tma_config(num_outputs, num_inputs, num_rows, is_gated=is_gated, number_bytes=number_bytes)
+            if config is None:
                 continue
             found.append(config)
             assert num_inputs % (config.block_inputs * config.splits) == 0
             assert config.splits == 1 or not is_gated
-            stage_bytes = (config.block_weights + padded_rows(num_rows)) * config.block_inputs * 2
+            stage_bytes = (config.block_weights + padded_rows(num_rows)) * config.block_inputs * number_bytes
             assert config.num_stages >= 3
             of_program = config.num_stages * stage_bytes + 16 * config.num_stages + RESERVED_BYTES
             assert config.programs_per_sm * of_program <= SHARED_BYTES
             items = -(-num_outputs * (1 + is_gated) // config.block_weights) * config.splits
             rounds = -(-items // (config.programs_per_sm * NUM_SMS))
             assert rounds == 1 or items >= 0.9 * rounds * config.programs_per_sm * NUM_SMS
-    assert len(found) >= 4 * len(MODELS) - 1, "all but the gate of GLM-4-9B, of 428 tiles"
+    # All but the gate of GLM-4-9B, of 428 tiles; 576 inputs are no blocks of 128.
+    assert len(found) >= 4 * len(MODELS) - (1 if number_bytes == 2 else 4)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +71,29 @@ def test_what_other_kernels_multiply(num_outputs: int, num_inputs: int, num_rows
     assert choose_on_hopper(num_outputs, num_inputs, num_rows, is_gated=is_gated) == expected
 
 
+def fp8_weight(num_inputs: int = 512, **changes: Any) -> PackedWeight:
+    codes = torch.zeros(256, num_inputs, dtype=torch.uint8)
+    in_blocks = {"group_size": 128, "scale_run": 128} | changes
+    scales = torch.ones(2, -(-num_inputs // in_blocks["group_size"]))
+    return PackedWeight(codes, scales, (256, num_inputs), torch.bfloat16, BYTES_FP8, num_inputs, **in_blocks)
+
+
 def test_other_devices_have_other_kernels() -> None:
     assert chooser(torch.zeros(64, 128, dtype=torch.bfloat16)) is choose
+    assert rounded_chooser(fp8_weight(), 128) is choose_rounded
+
+
+def test_what_fp8_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tma_configs, "has_wgmma", lambda device: True)
+    for row_group in (128, 512):
+        assert rounded_chooser(fp8_weight(), row_group) is choose_rounded_on_hopper
+        assert rounded_chooser(fp8_weight(group_size=512), row_group) is choose_rounded_on_hopper
+    assert rounded_chooser(fp8_weight(), 64) is choose_rounded, "groups of rows that a block divides"
+    assert rounded_chooser(fp8_weight(group_size=64), 128) is choose_rounded
+    assert rounded_chooser(fp8_weight(group_offset=64), 128) is choose_rounded
+    assert choose_rounded_on_hopper(4096, 4096, 1, by_fma=True) == choose_rounded(4096, 4096, 1, by_fma=True)
+    assert choose_rounded_on_hopper(4096, 4000, 8) == choose_rounded(4096, 4000, 8)
+    assert isinstance(choose_rounded_on_hopper(4096, 4096, 8), TmaConfig)
 
 
 def by_reference(x: Any, weight: Any, bias: Any, out: Any, _: Any, config: Any, options: Any, defer: Any) -> None:
@@ -99,22 +128,37 @@ LAUNCHES = """
     import torch, triton_for_sm90
     from tests.kernels.sass import disassemble
     import tempfile
+    from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
     from ringcore.kernels.precompile import intercept_launches
+    from ringcore.kernels.round_rows import RoundedRows
     from ringcore.kernels.skinny_tiles import TmaConfig
     from ringcore.kernels.tma_linear import launch_tma_linear
 
-    def launch(num_rows, config, *, is_gated=False, adds=False, has_bias=False, defer=None):
+    DEFAULTS = {"has_bias": False, "is_gated": False, "is_gelu": False, "adds": False, "launch_pdl": True}
+
+    def launch(num_rows, config, defer=None, **options):
         x, weight = torch.zeros(num_rows, 1024).bfloat16(), torch.zeros(512, 1024).bfloat16()
-        out = torch.zeros(num_rows, 256 if is_gated else 512, dtype=torch.float32 if adds else torch.bfloat16)
-        options = {"has_bias": has_bias, "is_gated": is_gated, "is_gelu": False, "adds": adds}
-        options |= {"num_warps": config.num_warps, "launch_pdl": True}
+        options = DEFAULTS | {"num_warps": config.num_warps} | options
+        dtype = torch.float32 if options["adds"] else torch.bfloat16
+        out = torch.zeros(num_rows, 256 if options["is_gated"] else 512, dtype=dtype)
         launch_tma_linear(x, weight, weight[:, 0], out, torch.zeros(64, dtype=torch.int32), config, options, defer)
+
+    def launch_fp8(num_rows, config, group):
+        codes, scales = torch.zeros(512, 1024, dtype=torch.uint8), torch.ones(512 // 128, 1024 // 128)
+        in_blocks = {"group_size": 128, "scale_run": 128}
+        weight = PackedWeight(codes, scales, (512, 1024), torch.bfloat16, BYTES_FP8, 1024, **in_blocks)
+        rows, of_rows = codes[:num_rows].view(torch.float8_e4m3fn), torch.ones(num_rows, 1024 // group)
+        out, options = torch.zeros(num_rows, 256).bfloat16(), DEFAULTS | {"is_gated": True, "num_warps": 4}
+        x = RoundedRows(rows, of_rows, group, torch.bfloat16)
+        launch_tma_linear(x, weight, scales, out, None, config, options, None)
 
     with intercept_launches() as found:
         launch(8, TmaConfig(64, 128, 4))
         launch(33, TmaConfig(64, 64, 4, 1, 3), is_gated=True, has_bias=True)
         launch(16, TmaConfig(64, 128, 4, 2), adds=True, defer=lambda partials: None)
         launch(16, TmaConfig(128, 64, 3, 4, num_warps=8), adds=True)
+        launch_fp8(8, TmaConfig(64, 128, 8), 128)
+        launch_fp8(64, TmaConfig(64, 128, 4, 1, 3), 1024)
     for (kernel, _), variant in found.items():
         compiled = kernel.preload(variant.specialization)
         instructions, _ = disassemble(compiled.asm["cubin"], tempfile.mkdtemp())
@@ -128,5 +172,5 @@ LAUNCHES = """
 def test_a_ring_of_weights_is_loaded_before_the_wait(tmp_path) -> None:
     """One copy a stage, in the code for an H200."""
     lines = [line.split() for line in run(LAUNCHES, tmp_path).splitlines()]
-    assert [int(early) for early, _, _ in lines] == [4, 4, 4, 3]
+    assert [int(early) for early, _, _ in lines] == [4, 4, 4, 3, 8, 4]
     assert all(spills == "0" and fits == "True" for _, spills, fits in lines)

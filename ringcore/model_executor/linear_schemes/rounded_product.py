@@ -40,13 +40,13 @@ class RoundedProduct(Product):
         derived: Derived,
     ) -> None:
         """row_group: inputs that share a scale of a row. scaled: of many rows, where there is one."""
-        from ringcore.kernels import round_rows, skinny_configs, skinny_linear, skinny_tiles
+        from ringcore.kernels import round_rows, skinny_linear, skinny_tiles, tma_configs
 
         self._weight, self._bias, self._derived = weight, bias, derived
         self._row_group, self._scaled = row_group, scaled
         self._min_scaled = None if scaled is None else scaled.MIN_ROWS
         self._counters = skinny_linear.new_split_k_counters(weight)
-        self._choose: Choose = skinny_configs.choose_rounded
+        self._choose: Choose = tma_configs.rounded_chooser(weight, row_group)
         self._in_kernel = skinny_tiles.PackedFmaConfig
         self._round, self._row_norm = round_rows.round_rows, round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
@@ -89,7 +89,8 @@ class RoundedProduct(Product):
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         rows = hidden.rows
         if not self._is_many(len(x)):
-            self._multiply(x, out=rows, adds=True)
+            defer = hidden.defer_add if rows.dtype == torch.float32 else None
+            self._multiply(x, out=rows, adds=True, defer=defer)
         elif rows.dtype == torch.float32:
             hidden.defer_add(Partials(self._multiply(x)[None]))
         else:
@@ -114,6 +115,7 @@ class RoundedProduct(Product):
         *,
         out: torch.Tensor | None = None,
         adds: bool = False,
+        defer: Callable[[Partials], None] | None = None,
     ) -> torch.Tensor:
         """adds: to `out`. x: the residual stream, and that alone, is normalised first."""
         num_weights, num_inputs = self._weight.shape
@@ -139,6 +141,7 @@ class RoundedProduct(Product):
             add_to=out if adds else None,
             out=None if adds else out,
             counters=self._counters,
+            defer=defer,
         )
 
     def _before(
