@@ -2,17 +2,21 @@
 
 Two thirds of such an import are modules of which nothing is run here: `torch._dynamo`, for decorators of what must not
 be compiled and a context that one kind of mask needs, and `torch.distributed.tensor`, for a parallelism of its own, by
-which sympy comes. Seconds on an EPYC, files in the page cache: 3.4 for Qwen3's, 0.8 without them.
+which sympy comes. Seconds on an EPYC, files in the page cache: 3.4 for Qwen3's, 0.8 without them. torchvision, where it
+is installed, would come for images, and asks for the compiler: it is left out too.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +28,7 @@ _COMPILER = "torch._dynamo"
 _WRAPPED = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _CONTEXT = "TransformGetItemToIndex"  # of the second
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
-_AVAILABLE = "is_torch_distributed_available"  # of transformers
+_AVAILABLE = ("is_torch_distributed_available", "is_torchvision_available")  # of transformers
 _IMPORTS = "transformers.utils.import_utils"
 
 
@@ -40,8 +44,7 @@ class _StandIn(ModuleType):
 
 def _stand_ins() -> dict[str, ModuleType]:
     compiler, wrapped = _StandIn(_COMPILER), _StandIn(_WRAPPED)
-    found = find_spec(_COMPILER)
-    compiler.__path__ = list(found.submodule_search_locations or ()) if found is not None else []
+    compiler.__path__ = []  # a package, whose other modules `_Submodules` finds
     for name in _DECORATORS:
         setattr(compiler, name, _undecorated)
     setattr(wrapped, _CONTEXT, lambda *args: getattr(importlib.import_module(_WRAPPED), _CONTEXT)(*args))
@@ -58,12 +61,38 @@ def _remove_stand_ins() -> None:
             del sys.modules[name]
 
 
+class _Submodules(MetaPathFinder):
+    """An import of another module of the package takes the package itself first."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{_COMPILER}.") or not isinstance(sys.modules.get(_COMPILER), _StandIn):
+            return None
+        _remove_stand_ins()
+        return spec_from_loader(fullname, _Imported(importlib.import_module(fullname)))
+
+
+class _Imported(Loader):
+    """Of a module that is imported already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
 class _LeanImports:
     """Counted: the kernel warm-up builds models on another thread at the same time."""
 
     def __init__(self) -> None:
         self._lock, self._depth = threading.Lock(), 0
-        self._replaced: list[tuple[ModuleType, Callable[[], bool]]] = []
+        self._submodules = _Submodules()
+        self._replaced: list[tuple[ModuleType, str, Callable[[], bool]]] = []
 
     def begin(self) -> None:
         with self._lock:
@@ -71,19 +100,21 @@ class _LeanImports:
             if self._depth > 1 or _COMPILER in sys.modules:
                 return
             sys.modules.update(_stand_ins())
+            sys.meta_path.insert(0, self._submodules)
             with kept_import_structure():
                 modules = [importlib.import_module(name) for name in ("transformers.utils", _IMPORTS)]
-            for module in modules:
-                self._replaced.append((module, getattr(module, _AVAILABLE)))
-                setattr(module, _AVAILABLE, lambda: False)
+            for module, name in itertools.product(modules, _AVAILABLE):
+                self._replaced.append((module, name, getattr(module, name)))
+                setattr(module, name, lambda: False)
 
     def end(self) -> None:
         with self._lock:
             self._depth -= 1
             if not self._depth:
                 while self._replaced:
-                    module, function = self._replaced.pop()
-                    setattr(module, _AVAILABLE, function)
+                    setattr(*self._replaced.pop())
+                if self._submodules in sys.meta_path:
+                    sys.meta_path.remove(self._submodules)
                 _remove_stand_ins()
 
 

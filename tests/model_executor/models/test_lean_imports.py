@@ -46,6 +46,28 @@ def test_neither_is_imported_and_both_work_afterwards():
     assert found == ["[]", "True", "True", "[2, 0]", "2", "module"]
 
 
+def test_a_package_that_needs_the_compiler_gets_it(tmp_path):
+    """As torchvision does, by a module of it; transformers itself goes on without torchvision."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/__init__.py").write_text("from torch._dynamo.utils import counters\n")
+    found = run(f"""
+        import sys, torch
+        from ringcore.model_executor.models.lean_imports import without_compiler
+
+        sys.path.insert(0, {str(tmp_path)!r})
+        with without_compiler():
+            from transformers import PreTrainedModel
+            print("torchvision" in sys.modules, type(sys.modules["torch._dynamo"]).__name__)
+            import torchvision
+        utils = torch._dynamo.utils
+        print(type(torch._dynamo).__name__, utils is sys.modules["torch._dynamo.utils"], utils.__spec__.has_location)
+        compiled = torch.compile(lambda x: x + 1, backend="eager")
+        print(torchvision.counters is utils.counters, compiled(torch.tensor(1)).item())
+        print([type(finder).__name__ for finder in sys.meta_path if "ringcore" in type(finder).__module__])
+    """)
+    assert found == ["False _StandIn", "module True True", "True 2", "[]"]
+
+
 def test_how_long_the_stand_ins_stay():
     """While one of two threads is at it; not where transformers cannot be imported; and until one is asked for what it
     does not have, which it is the module itself that gives."""
@@ -65,7 +87,9 @@ def test_how_long_the_stand_ins_stay():
             except ImportError:
                 print(kind())
         for name in ("transformers", "transformers.utils", "transformers.utils.import_utils"):
-            sys.modules[name] = types.SimpleNamespace(is_torch_distributed_available=None)
+            sys.modules[name] = types.SimpleNamespace(
+                is_torch_distributed_available=None, is_torchvision_available=None
+            )
         begun, ended = threading.Event(), threading.Event()
 
         def other():
