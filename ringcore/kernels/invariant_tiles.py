@@ -3,7 +3,8 @@
 What a row's sum depends on is chosen by the weight alone: its spans of inputs, and the instructions. A span is a split
 of few rows, whose programs would be too few for the device without, and a segment of a program of many rows; both
 reduce spans in the same order. A program of more rows or outputs reads less of L2 for a product, and has another width
-of the tensor cores' instruction: whether tiles agree is asked of the device.
+of the tensor cores' instruction: whether tiles agree is asked of the device. Up to 256 rows are `tma_kernel`'s on Hopper,
+if it agrees.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,8 +22,9 @@ from ringcore.kernels.precompile import NotLaunchedError
 from ringcore.kernels.round_rows import round_rows
 from ringcore.kernels.skinny_configs import many_packed
 from ringcore.kernels.skinny_linear import MAX_ROW_BLOCKS, skinny_linear
-from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels.skinny_tiles import DotConfig, TmaConfig
 from ringcore.kernels.skinny_times import NUM_SMS
+from ringcore.kernels.tma_configs import has_wgmma, laid_out
 
 __all__ = ["ROWS", "InvariantTiles", "agreeing", "dense_tiles"]
 
@@ -38,11 +41,22 @@ _MANY = 128  # rows, from which on a program has no fewer
 _MOST = 256  # rows, without spans, whose sum needs as many registers again
 _FEW_ROUNDED = DotConfig(64, 128, 4, 6, 1)
 _GROUP = 128  # inputs and outputs that share a scale
+_FEW_BY_TMA, _MANY_BY_TMA = TmaConfig(64, 128, 6), TmaConfig(128, 64, 4, num_warps=8)
 _FLOAT32 = DotConfig(32, 32, 4, 2, 1, prefetched_inputs=0, block_rows=32)  # without tensor cores
+
+
+Tile = DotConfig | TmaConfig
 
 
 def _of_rows(tile: DotConfig, rows: int) -> DotConfig:
     return replace(tile, block_rows=rows, least_rows=rows)
+
+
+def _most_rows(tile: Tile) -> int:
+    """Of one program."""
+    if isinstance(tile, DotConfig):
+        return tile.block_rows
+    return ROWS if tile == _FEW_BY_TMA else _MOST
 
 
 class InvariantTiles:
@@ -51,6 +65,7 @@ class InvariantTiles:
     def __init__(self, weight: torch.Tensor | PackedWeight, *, rounds_rows: bool = False) -> None:
         """rounds_rows: an FP8 weight is multiplied by rows that are rounded to FP8."""
         tiles: tuple[DotConfig, ...]
+        self._by_tma: tuple[TmaConfig, ...] = ()
         if rounds_rows:
             tiles = agreeing(weight.dtype, weight.device, _ROUNDED, _multiply_rounded)
         elif isinstance(weight, PackedWeight):
@@ -60,7 +75,12 @@ class InvariantTiles:
         else:
             # Few outputs: a smaller tile, so that most multiprocessors have one.
             block_weights, num_warps = (128, 8) if len(weight) >= 128 * NUM_SMS else (64, 4)
-            tiles = agreeing(weight.dtype, weight.device, dense_tiles(block_weights, num_warps), _multiply)
+            candidates = dense_tiles(block_weights, num_warps)
+            tiles = agreeing(weight.dtype, weight.device, candidates, _multiply)
+            if has_wgmma(weight.device) and len(weight) % 16 == 0 and weight.data_ptr() % 16 == 0:
+                by_tma = _FEW_BY_TMA, _MANY_BY_TMA
+                agree = agreeing(weight.dtype, weight.device, (*candidates[:3], *by_tma), _multiply)
+                self._by_tma = tuple(tile for tile in by_tma if tile in agree)
         (base,) = (tile for tile in tiles if tile.block_rows == min(ROWS, tiles[-1].block_rows))
         self._num_outputs, self._num_inputs = weight.shape  # outputs: where no gate halves them
         num_tiles = -(-self._num_outputs // base.block_weights)
@@ -92,7 +112,20 @@ class InvariantTiles:
 
         return min(able, key=work)
 
-    def choose(self, num_rows: int) -> DotConfig:
+    def _choose_tma(self, num_rows: int) -> TmaConfig | None:
+        """In spans as they are cut for `dot_kernel`."""
+        for tile in self._by_tma:
+            is_cut = self._num_inputs % (self._spans * tile.block_inputs) == 0
+            if num_rows <= _most_rows(tile) and is_cut:
+                items = -(-self._num_outputs // tile.block_weights) * self._spans
+                shape = tile.block_weights, tile.block_inputs, self._spans
+                return laid_out(items, num_rows, *shape, num_warps=tile.num_warps)
+        return None
+
+    def choose(self, num_rows: int) -> DotConfig | TmaConfig:
+        by_tma = self._choose_tma(num_rows)
+        if by_tma is not None:
+            return by_tma
         tile = self._least_work(num_rows)
         num_tiles, row_tiles = -(-self._num_outputs // tile.block_weights), -(-num_rows // tile.block_rows)
         if row_tiles > MAX_ROW_BLOCKS or num_tiles * row_tiles > _ENOUGH_PROGRAMS:
@@ -112,10 +145,11 @@ _ROUNDED = (
     _of_rows(DotConfig(128, 128, 8, 4, 1), _MANY),
 )
 # rows [n, num_inputs], weight [num_outputs, num_inputs], a tile of n rows or more, and the product, float32
-Multiply = Callable[[torch.Tensor, torch.Tensor, DotConfig, torch.Tensor], None]
+Multiply = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor], None]
+AnyTile = TypeVar("AnyTile", DotConfig, Tile)
 
 
-def _multiply(rows: torch.Tensor, weight: torch.Tensor, tile: DotConfig, out: torch.Tensor) -> None:
+def _multiply(rows: torch.Tensor, weight: torch.Tensor, tile: Tile, out: torch.Tensor) -> None:
     skinny_linear(rows, weight, tile, out=out)
 
 
@@ -138,8 +172,8 @@ def dense_tiles(block_weights: int, num_warps: int) -> tuple[DotConfig, ...]:
 
 
 def agreeing(
-    dtype: torch.dtype, device: torch.device, tiles: tuple[DotConfig, ...], multiply: Multiply
-) -> tuple[DotConfig, ...]:
+    dtype: torch.dtype, device: torch.device, tiles: tuple[AnyTile, ...], multiply: Multiply
+) -> tuple[AnyTile, ...]:
     """Those tiles, ascending by rows, with which every row has the bits that it has in the tile of `ROWS` rows.
     multiply: a function of a module, by the kernel that is asked. dtype: of 16 bits."""
     try:
@@ -150,11 +184,11 @@ def agreeing(
 
 @functools.cache  # not what it raises
 def _agreeing(
-    dtype: torch.dtype, device: torch.device, tiles: tuple[DotConfig, ...], multiply: Multiply
-) -> tuple[DotConfig, ...]:
+    dtype: torch.dtype, device: torch.device, tiles: tuple[AnyTile, ...], multiply: Multiply
+) -> tuple[AnyTile, ...]:
     """Asked by products whose terms cancel, so that a sum in another order is another number."""
     generator = torch.Generator().manual_seed(1)
-    num_rows, num_inputs = tiles[-1].block_rows, 512
+    num_rows, num_inputs = _most_rows(tiles[-1]), 512
     half = torch.randn(num_rows, num_inputs // 2, generator=generator)
     magnitudes = torch.randint(-8, 9, (num_inputs // 2,), generator=generator).exp2()
     order = torch.randperm(num_inputs, generator=generator)
@@ -162,18 +196,18 @@ def _agreeing(
     columns = torch.randn(128, num_inputs // 2, generator=generator)
     weight = torch.cat((columns, columns), 1)[:, order].to(dtype).to(device)
 
-    def product(tile: DotConfig) -> torch.Tensor:
+    def product(tile: Tile) -> torch.Tensor:
         parts = []
-        for rows in torch.split(x, tile.block_rows):
+        for rows in torch.split(x, _most_rows(tile)):
             out = torch.full((len(rows), len(weight)), torch.nan, device=device)
             multiply(rows.contiguous(), weight, tile, out)
             parts.append(out)
         return torch.cat(parts)
 
     products = [product(tile) for tile in tiles]
-    exact = products[[tile.block_rows for tile in tiles].index(ROWS)]
+    exact = products[[_most_rows(tile) for tile in tiles].index(ROWS)]
     if exact.isnan().any():
         raise NotLaunchedError
     agree = tuple(tile for tile, found in zip(tiles, products, strict=True) if torch.equal(found, exact))
-    _log.info("batch-invariant products in %s: tiles of %s rows agree", dtype, [tile.block_rows for tile in agree])
+    _log.info("batch-invariant products in %s: tiles of %s rows agree", dtype, [_most_rows(tile) for tile in agree])
     return agree

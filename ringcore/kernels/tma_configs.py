@@ -106,14 +106,27 @@ def tma_config(
         if num_inputs % block == 0
     }
     for block_inputs in sorted(splits, key=lambda block: min(tiles * splits[block], enough), reverse=True):
-        programs = _programs_per_sm(tiles * splits[block_inputs])
-        if programs is None:
-            return None
-        stage_bytes = block_inputs * number_bytes * (tile + padded_rows(num_rows))
-        num_stages = min(_MAX_STAGES // number_bytes, _RING_BYTES[programs] // stage_bytes)
-        if num_stages >= _MIN_STAGES:
-            return TmaConfig(tile, block_inputs, num_stages, splits[block_inputs], programs)
+        config = laid_out(
+            tiles * splits[block_inputs], num_rows, tile, block_inputs, splits[block_inputs], number_bytes
+        )
+        if config is not None:
+            return config
     return None
+
+
+def laid_out(
+    items: int, num_rows: int, tile: int, block_inputs: int, splits: int, number_bytes: int = 2, num_warps: int = 4
+) -> TmaConfig | None:
+    """With as many programs an SM as items are for, and the ring that fits then; None: see `tma_config`, or the ring
+    would be too short."""
+    programs = _programs_per_sm(items) if num_rows <= _MAX_ROWS else 1
+    if programs is None:
+        return None
+    stage_bytes = block_inputs * number_bytes * (tile + padded_rows(num_rows))
+    num_stages = min(_MAX_STAGES // number_bytes, _RING_BYTES[programs] // stage_bytes)
+    if num_stages < _MIN_STAGES:
+        return None
+    return TmaConfig(tile, block_inputs, num_stages, splits, programs, num_warps)
 
 
 def _splits(tiles: int, blocks: int, enough: float, most: int) -> int:

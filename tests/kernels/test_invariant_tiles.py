@@ -16,7 +16,7 @@ from ringcore.kernels import invariant_tiles
 from ringcore.kernels.invariant_tiles import InvariantTiles, agreeing, dense_tiles
 from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, PackedWeight
 from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
-from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels.skinny_tiles import DotConfig, TmaConfig
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
 from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
@@ -134,6 +134,29 @@ def test_many_rows_have_larger_tiles_unless_spans_are_summed(device: torch.devic
     }  # 192 and 384 programs of 132 at a time
     assert stages == {128: 3, 256: 4}, "two programs share a multiprocessor where the last wave is far from full"
     assert of_whole == {130: 128, 256: 128, 288: 128, 2048: 256}, "256 rows: 3 waves of half tiles, not 2 of whole ones"
+
+
+def test_up_to_256_rows_are_for_tma_on_hopper(device: torch.device, monkeypatch) -> None:
+    """In the spans that others have; where these are whole blocks of inputs, and 16 rows of the weight whole pairs."""
+    monkeypatch.setattr(invariant_tiles, "has_wgmma", lambda device: True)
+    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles, multiply: tiles)
+
+    def choose(num_weights: int, num_inputs: int, num_rows: int) -> DotConfig | TmaConfig:
+        return InvariantTiles(torch.zeros(num_weights, num_inputs, dtype=torch.float16, device=device)).choose(num_rows)
+
+    for num_weights, spans in ((4096, 4), (24576, 1)):
+        for num_rows in (1, 33, 64, 65, 256):
+            tile = choose(num_weights, 4096, num_rows)
+            assert isinstance(tile, TmaConfig), num_rows
+            assert (tile.splits, tile.block_weights) == (spans, 64 if num_rows <= 64 else 128)
+        many = choose(num_weights, 4096, 257)
+        assert isinstance(many, DotConfig)
+        assert many.splits * many.segments == spans
+    assert isinstance(choose(4096, 4000, 8), DotConfig)
+    assert isinstance(choose(4104, 4096, 8), DotConfig)
+    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles, multiply: tiles[:-1])
+    assert isinstance(choose(4096, 4096, 64), TmaConfig)
+    assert isinstance(choose(4096, 4096, 65), DotConfig), "a tile that does not agree"
 
 
 def test_a_product_never_chooses_cublas(device: torch.device) -> None:

@@ -53,6 +53,7 @@ class KernelProduct(Product):
         self._counters = skinny_linear.new_split_k_counters(weight)
         self._choose: Choose = tma_configs.chooser(weight) if isinstance(weight, torch.Tensor) else weight.choose
         self._choose_split_k = skinny_configs.choose_split_k
+        self._defers = True  # splits, to the next norm
         self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig
         self._row_norm = round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
@@ -78,7 +79,7 @@ class KernelProduct(Product):
         def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
             return tiles.choose(num_rows) if num_rows else None
 
-        made._choose = choose
+        made._choose, made._defers = choose, False
         return made
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,7 +99,7 @@ class KernelProduct(Product):
 
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         rows = hidden.rows
-        defer = hidden.defer_add if rows.dtype == torch.float32 else None
+        defer = hidden.defer_add if self._defers and rows.dtype == torch.float32 else None
         if self._by_kernel(x, add_to=rows, defer=defer) is not None:
             return
         if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
