@@ -3,8 +3,8 @@
 What a row's sum depends on is chosen by the weight alone: its spans of inputs, and the instructions. A span is a split
 of few rows, whose programs would be too few for the device without, and a segment of a program of many rows; both
 reduce spans in the same order. A program of more rows or outputs reads less of L2 for a product, and has another width
-of the tensor cores' instruction: whether tiles agree is asked of the device. Up to 256 rows are `tma_kernel`'s on Hopper,
-if it agrees.
+of the tensor cores' instruction: whether tiles agree is asked of the device. On Hopper up to 256 rows are those of
+`tma_kernel`, if it agrees.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MANY = 128  # rows, from which on a program has no fewer
 _MOST = 256  # rows, without spans, whose sum needs as many registers again
 _FEW_ROUNDED = DotConfig(64, 128, 4, 6, 1)
 _GROUP = 128  # inputs and outputs that share a scale
-_FEW_BY_TMA, _MANY_BY_TMA = TmaConfig(64, 128, 6), TmaConfig(128, 64, 4, num_warps=8)
+_BY_TMA = TmaConfig(64, 128, 6), TmaConfig(64, 64, 4), TmaConfig(128, 64, 4, num_warps=8)
 _FLOAT32 = DotConfig(32, 32, 4, 2, 1, prefetched_inputs=0, block_rows=32)  # without tensor cores
 
 
@@ -56,7 +56,7 @@ def _most_rows(tile: Tile) -> int:
     """Of one program."""
     if isinstance(tile, DotConfig):
         return tile.block_rows
-    return ROWS if tile == _FEW_BY_TMA else _MOST
+    return _MOST if tile.num_warps == 8 else ROWS
 
 
 class InvariantTiles:
@@ -78,9 +78,8 @@ class InvariantTiles:
             candidates = dense_tiles(block_weights, num_warps)
             tiles = agreeing(weight.dtype, weight.device, candidates, _multiply)
             if has_wgmma(weight.device) and len(weight) % 16 == 0 and weight.data_ptr() % 16 == 0:
-                by_tma = _FEW_BY_TMA, _MANY_BY_TMA
-                agree = agreeing(weight.dtype, weight.device, (*candidates[:3], *by_tma), _multiply)
-                self._by_tma = tuple(tile for tile in by_tma if tile in agree)
+                agree = agreeing(weight.dtype, weight.device, (*candidates[:3], *_BY_TMA), _multiply)
+                self._by_tma = tuple(tile for tile in agree if isinstance(tile, TmaConfig))
         (base,) = (tile for tile in tiles if tile.block_rows == min(ROWS, tiles[-1].block_rows))
         self._num_outputs, self._num_inputs = weight.shape  # outputs: where no gate halves them
         num_tiles = -(-self._num_outputs // base.block_weights)
@@ -115,11 +114,12 @@ class InvariantTiles:
     def _choose_tma(self, num_rows: int) -> TmaConfig | None:
         """In spans as they are cut for `dot_kernel`."""
         for tile in self._by_tma:
-            is_cut = self._num_inputs % (self._spans * tile.block_inputs) == 0
-            if num_rows <= _most_rows(tile) and is_cut:
+            if num_rows <= _most_rows(tile) and self._num_inputs % (self._spans * tile.block_inputs) == 0:
                 items = -(-self._num_outputs // tile.block_weights) * self._spans
                 shape = tile.block_weights, tile.block_inputs, self._spans
-                return laid_out(items, num_rows, *shape, num_warps=tile.num_warps)
+                found = laid_out(items, num_rows, *shape, num_warps=tile.num_warps)
+                if found is not None:
+                    return found
         return None
 
     def choose(self, num_rows: int) -> DotConfig | TmaConfig:
