@@ -78,7 +78,8 @@ class InvariantTiles:
             candidates = dense_tiles(block_weights, num_warps)
             tiles = agreeing(weight.dtype, weight.device, candidates, _multiply)
             if has_wgmma(weight.device) and len(weight) % 16 == 0 and weight.data_ptr() % 16 == 0:
-                agree = agreeing(weight.dtype, weight.device, (*candidates[:3], *_BY_TMA), _multiply)
+                asked: tuple[Tile, ...] = (*candidates[:3], *_BY_TMA)
+                agree = agreeing(weight.dtype, weight.device, asked, _multiply)
                 self._by_tma = tuple(tile for tile in agree if isinstance(tile, TmaConfig))
         (base,) = (tile for tile in tiles if tile.block_rows == min(ROWS, tiles[-1].block_rows))
         self._num_outputs, self._num_inputs = weight.shape  # outputs: where no gate halves them
