@@ -3,7 +3,7 @@
 What a row's sum depends on is chosen by the weight alone: its spans of inputs, and the instructions. A span is a split
 of few rows, whose programs would be too few for the device without, and a segment of a program of many rows; both
 reduce spans in the same order. A program of more rows or outputs reads less of L2 for a product, and has another width
-of the tensor cores' instruction: whether tiles agree is asked of the device. On Hopper up to 256 rows are those of
+of the tensor cores' instruction: whether tiles agree is asked of the device. On Hopper up to 64 rows are those of
 `tma_kernel`, if it agrees.
 """
 
@@ -41,7 +41,7 @@ _MANY = 128  # rows, from which on a program has no fewer
 _MOST = 256  # rows, without spans, whose sum needs as many registers again
 _FEW_ROUNDED = DotConfig(64, 128, 4, 6, 1)
 _GROUP = 128  # inputs and outputs that share a scale
-_BY_TMA = TmaConfig(64, 128, 6), TmaConfig(64, 64, 4), TmaConfig(128, 64, 4, num_warps=8)
+_BY_TMA = TmaConfig(64, 128, 6), TmaConfig(64, 64, 4)  # of up to ROWS rows
 _FLOAT32 = DotConfig(32, 32, 4, 2, 1, prefetched_inputs=0, block_rows=32)  # without tensor cores
 
 
@@ -54,9 +54,7 @@ def _of_rows(tile: DotConfig, rows: int) -> DotConfig:
 
 def _most_rows(tile: Tile) -> int:
     """Of one program."""
-    if isinstance(tile, DotConfig):
-        return tile.block_rows
-    return _MOST if tile.num_warps == 8 else ROWS
+    return tile.block_rows if isinstance(tile, DotConfig) else ROWS
 
 
 class InvariantTiles:
@@ -115,10 +113,10 @@ class InvariantTiles:
     def _choose_tma(self, num_rows: int) -> TmaConfig | None:
         """In spans as they are cut for `dot_kernel`."""
         for tile in self._by_tma:
-            if num_rows <= _most_rows(tile) and self._num_inputs % (self._spans * tile.block_inputs) == 0:
+            if num_rows <= ROWS and self._num_inputs % (self._spans * tile.block_inputs) == 0:
                 items = -(-self._num_outputs // tile.block_weights) * self._spans
                 shape = tile.block_weights, tile.block_inputs, self._spans
-                found = laid_out(items, num_rows, *shape, num_warps=tile.num_warps)
+                found = laid_out(items, num_rows, *shape)
                 if found is not None:
                     return found
         return None

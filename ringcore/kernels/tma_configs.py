@@ -115,18 +115,18 @@ def tma_config(
 
 
 def laid_out(
-    items: int, num_rows: int, tile: int, block_inputs: int, splits: int, number_bytes: int = 2, num_warps: int = 4
+    items: int, num_rows: int, tile: int, block_inputs: int, splits: int, number_bytes: int = 2
 ) -> TmaConfig | None:
     """With as many programs an SM as items are for, and the ring that fits then; None: see `tma_config`, or the ring
     would be too short."""
-    programs = _programs_per_sm(items) if num_rows <= _MAX_ROWS else 1
+    programs = _programs_per_sm(items)
     if programs is None:
         return None
     stage_bytes = block_inputs * number_bytes * (tile + padded_rows(num_rows))
     num_stages = min(_MAX_STAGES // number_bytes, _RING_BYTES[programs] // stage_bytes)
     if num_stages < _MIN_STAGES:
         return None
-    return TmaConfig(tile, block_inputs, num_stages, splits, programs, num_warps)
+    return TmaConfig(tile, block_inputs, num_stages, splits, programs)
 
 
 def _splits(tiles: int, blocks: int, enough: float, most: int) -> int:

@@ -77,6 +77,7 @@ def test_segments_are_summed_as_splits_are(device: torch.device, num_inputs: int
     torch.testing.assert_close(split, skinny_linear_reference(x, weight), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.usefixtures("without_tma")
 def test_few_rows_of_few_outputs_are_split(device: torch.device) -> None:
     """As many spans of inputs as many rows have: 64 tiles of outputs, then 4 times as many programs."""
     weight = torch.zeros(4096, 4096, dtype=torch.float16, device=device)
@@ -85,6 +86,11 @@ def test_few_rows_of_few_outputs_are_split(device: torch.device) -> None:
     assert (few.splits, few.segments, many.splits, many.segments) == (4, 1, 1, 4)
     wide = InvariantTiles(torch.zeros(24576, 64, dtype=torch.float16, device=device)).choose(32)
     assert (wide.splits, wide.segments) == (1, 1)
+
+
+@pytest.fixture
+def without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariant_tiles, "has_wgmma", lambda device: False)
 
 
 def tiles_of(device: torch.device, num_warps: int) -> tuple[DotConfig, ...]:
@@ -109,6 +115,7 @@ def test_what_was_not_launched_is_asked_again(device: torch.device, monkeypatch:
     assert [tile.block_rows for tile in tiles_of(device, 8)] == [16, 32, 64, 256]
 
 
+@pytest.mark.usefixtures("without_tma")
 def test_tiles_that_would_cut_spans_elsewhere_are_left_out(device: torch.device, monkeypatch) -> None:
     """Of 2,112 inputs two spans have 17 and 16 blocks of 64, and would have 9 and 8 of 128."""
     monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles, multiply: tiles)
@@ -116,6 +123,7 @@ def test_tiles_that_would_cut_spans_elsewhere_are_left_out(device: torch.device,
     assert [(tile.splits, tile.block_rows) for tile in chosen] == [(2, 16), (2, 64)]
 
 
+@pytest.mark.usefixtures("without_tma")
 def test_many_rows_have_larger_tiles_unless_spans_are_summed(device: torch.device, monkeypatch) -> None:
     monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles, multiply: tiles)
     split, whole = (torch.zeros(n, 4096, dtype=torch.float16, device=device) for n in (4096, 24576))
@@ -136,7 +144,7 @@ def test_many_rows_have_larger_tiles_unless_spans_are_summed(device: torch.devic
     assert of_whole == {130: 128, 256: 128, 288: 128, 2048: 256}, "256 rows: 3 waves of half tiles, not 2 of whole ones"
 
 
-def test_up_to_256_rows_are_for_tma_on_hopper(device: torch.device, monkeypatch) -> None:
+def test_up_to_64_rows_are_for_tma_on_hopper(device: torch.device, monkeypatch) -> None:
     """In the spans that others have; where these are whole blocks of inputs, and 16 rows of the weight whole pairs."""
     monkeypatch.setattr(invariant_tiles, "has_wgmma", lambda device: True)
     monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles, multiply: tiles)
@@ -145,18 +153,21 @@ def test_up_to_256_rows_are_for_tma_on_hopper(device: torch.device, monkeypatch)
         return InvariantTiles(torch.zeros(num_weights, num_inputs, dtype=torch.float16, device=device)).choose(num_rows)
 
     for num_weights, spans in ((4096, 4), (24576, 1)):
-        for num_rows in (1, 33, 64, 65, 256):
+        for num_rows in (1, 33, 64):
             tile = choose(num_weights, 4096, num_rows)
             assert isinstance(tile, TmaConfig), num_rows
-            assert (tile.splits, tile.block_weights) == (spans, 64 if num_rows <= 64 else 128)
-        many = choose(num_weights, 4096, 257)
+            assert tile.splits == spans
+        many = choose(num_weights, 4096, 65)
         assert isinstance(many, DotConfig)
         assert many.splits * many.segments == spans
     assert isinstance(choose(4096, 4000, 8), DotConfig)
     assert isinstance(choose(4104, 4096, 8), DotConfig)
-    monkeypatch.setattr(invariant_tiles, "_agreeing", lambda dtype, device, tiles, multiply: tiles[:-1])
-    assert isinstance(choose(4096, 4096, 64), TmaConfig)
-    assert isinstance(choose(4096, 4096, 65), DotConfig), "a tile that does not agree"
+    monkeypatch.setattr(
+        invariant_tiles,
+        "_agreeing",
+        lambda dtype, device, tiles, multiply: tuple(tile for tile in tiles if isinstance(tile, DotConfig)),
+    )
+    assert isinstance(choose(4096, 4096, 64), DotConfig), "tiles that do not agree"
 
 
 def test_a_product_never_chooses_cublas(device: torch.device) -> None:
