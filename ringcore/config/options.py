@@ -183,6 +183,12 @@ class SchedulerConfig:
         return 1 if given is None else 1 + given.num_drafts
 
     @property
+    def lookahead(self) -> int:
+        """Positions behind a step with drafts that have blocks too: a head drafts there for the next one."""
+        given = self.speculation
+        return given.num_drafts - 1 if given is not None and given.is_by_head else 0
+
+    @property
     def max_sampled_positions(self) -> int:
         """The most tokens after which a step samples: one of each row, and drafts."""
         return self.max_num_seqs if self.speculative is None else max(self.max_num_seqs, 8 * self.max_gain)

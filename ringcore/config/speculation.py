@@ -57,6 +57,10 @@ class Speculation:
     shared_tokens: int = 1 << 18
     model: str | None = None
 
+    @property
+    def is_by_head(self) -> bool:
+        return self.model is not None or self.method == MTP
+
 
 def speculation_of(given: Mapping[str, Any] | None) -> Speculation | None:
     """The option with its defaults."""

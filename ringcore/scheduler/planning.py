@@ -87,25 +87,36 @@ def allocate_blocks(plan: StepPlan, running: RunningTable, kv_cache: KVCacheMana
     return True
 
 
-def add_drafts(plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager, max_row_tokens: int) -> None:
+def add_drafts(
+    plan: StepPlan, running: RunningTable, kv_cache: KVCacheManager, max_row_tokens: int, lookahead: int = 0
+) -> None:
     """Speculative decoding: lets running requests that decode gain several tokens in this step, oldest first.
 
     Their drafts take what `plan` leaves of the token budget and of the free blocks, at most `max_row_tokens` tokens in
-    a row: no request computes less, or is preempted, for the drafts of another.
+    a row: no request computes less, or is preempted, for the drafts of another. lookahead: positions behind a row's
+    drafts that get blocks too, where that many are free.
     """
     positions = slice(plan.num_running) if plan.positions is None else plan.positions
     num_tokens, total = running.computed[positions] + 1, running.total[positions]
     most = np.minimum(np.minimum(running.max_gain[positions], max_row_tokens), running.max_total[positions] - total)
     drafts = _in_order(np.where(num_tokens == total, most - 1, 0), plan.token_budget)
-    capacity = running.capacity[positions]
-    rows, short = running.row[positions], num_tokens + drafts > capacity
-    if kv_cache.blocks_missing(rows[short], (num_tokens + drafts)[short]) > kv_cache.num_free_blocks:
-        drafts = np.where(short, capacity - num_tokens, drafts)  # into the slots that they have
-    elif short.any():
-        plan.append_blocks(kv_cache.extend(rows[short], (num_tokens + drafts)[short]))
+    capacity, rows = running.capacity[positions], running.row[positions]
+    ends = num_tokens + drafts
+    ahead = np.where(drafts > 0, np.minimum(ends + lookahead, running.max_total[positions]), ends)
+    wanted = next((one for one in (ahead, ends) if _fit(kv_cache, rows, one, capacity)), None)
+    if wanted is None:
+        drafts = np.where(ends > capacity, capacity - num_tokens, drafts)  # into the slots that they have
+    elif (short := wanted > capacity).any():
+        plan.append_blocks(kv_cache.extend(rows[short], wanted[short]))
         running.capacity[positions] = kv_cache.capacity[rows]
     if drafts.any():
         plan.max_gained = 1 + drafts
+
+
+def _fit(kv_cache: KVCacheManager, rows: np.ndarray, num_tokens: np.ndarray, capacity: np.ndarray) -> bool:
+    """Whether blocks are free for so many tokens of each row."""
+    short = num_tokens > capacity
+    return kv_cache.blocks_missing(rows[short], num_tokens[short]) <= kv_cache.num_free_blocks
 
 
 def _in_order(wanted: np.ndarray, num_tokens: int) -> np.ndarray:

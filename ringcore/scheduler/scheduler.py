@@ -218,7 +218,8 @@ class Scheduler:
                 return None
             plan.schedule_nothing()
         if self._table.has_drafts:
-            add_drafts(plan, self._table, self._running.kv_cache, self._config.max_row_tokens)
+            config = self._config
+            add_drafts(plan, self._table, self._running.kv_cache, config.max_row_tokens, config.lookahead)
         num_steps = 1
         if max_steps > 1 and self._can_repeat(plan):
             kv_cache, depth = self._running.kv_cache, self._config.max_steps_in_flight

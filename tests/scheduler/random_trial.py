@@ -36,6 +36,7 @@ SIZES = {
     "max_skip_ahead": [0, 16, 2, 1],
     "max_model_len": [30, 20, 6],
     "max_gain": [1, 1, 2, 5, 16],
+    "speculative": [None, None, {"method": "mtp", "num_drafts": 4}],  # only for its positions behind a step
     "num_stored": [0, 0, 3, 20, 200],
     "failure_rate": [0.0, 0.0, 0.3],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from fake_model import FakeWorker, Group, Sampled, WorkersKilled
@@ -86,6 +86,7 @@ class Driver:
         num_stored: int = 0,
         failure_rate: float = 0.0,
         checks: bool = True,
+        speculative: dict[str, Any] | None = None,
     ) -> None:
         self.num_stored, self.failure_rate, self.loads_rng = num_stored, failure_rate, random.Random(0)
         self.max_steps = max_steps
@@ -99,6 +100,7 @@ class Driver:
             max_skip_ahead=max_skip_ahead,
             steps_in_flight=depth,
             num_stages=num_stages,
+            speculative=speculative,
         )
         self.depth = self.config.max_steps_in_flight
         self.groups = [Group(*group) for group in groups or [(block_size, None)]]

@@ -164,6 +164,47 @@ class TestOthersAreNotSlowed:
         assert (step.max_gained.tolist(), step.new_blocks) == ([2, 2], [])
 
 
+HEAD = {"method": "mtp", "num_drafts": 3}  # which drafts at 2 positions behind a step's
+
+
+class TestLookahead:
+    """A head drafts for the next step behind the drafts of this one: it writes there too."""
+
+    def capacity(self, engine: Driver) -> list[int]:
+        """After the second step, in which a has 9 tokens and 3 drafts."""
+        engine.step()
+        engine.schedule()
+        return engine.kv_cache.capacity[: len(engine.outputs)].tolist()
+
+    @pytest.mark.parametrize(("speculative", "blocks"), [(HEAD, 4), ({"method": "suffix"}, 3)])
+    def test_positions_behind_drafts_have_blocks(self, speculative, blocks):
+        engine = Driver(num_blocks=40, max_gain=4, speculative=speculative)
+        engine.add("a", A, seed=1, max_tokens=20)
+        assert self.capacity(engine) == [4 * blocks]
+
+    def test_not_behind_the_end(self):
+        engine = Driver(num_blocks=40, max_gain=4, speculative=HEAD)
+        engine.add("a", A, seed=1, max_tokens=4)
+        assert self.capacity(engine) == [12]
+
+    def test_drafts_come_first(self):
+        """One block is free: the drafts have it, and behind them is nothing."""
+        engine = Driver(num_blocks=4, max_gain=4, speculative=HEAD)
+        engine.add("a", A, seed=1, max_tokens=20)
+        engine.step()
+        assert engine.scheduler.stats().num_free_blocks == 1
+        assert engine.schedule().max_gained.tolist() == [4]
+        assert engine.scheduler.stats().num_free_blocks == 0
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_the_tokens_stay_the_same(self, depth):
+        engine = Driver(num_blocks=12, depth=depth, max_gain=4, speculative=HEAD)
+        for seed, prompt in enumerate([A, B, A[:5]]):
+            engine.add(f"{seed}", prompt, seed=seed, max_tokens=20)
+        engine.drain()
+        assert [engine.tokens(f"{seed}") for seed in range(3)] == [completion(p, 20) for p in (A, B, A[:5])]
+
+
 class TestEnds:
     def first_gain_of_three(self) -> tuple[int, int]:
         """A seed whose second step adds at least three tokens, and how many tokens it has before that."""
