@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ def _operands(
 
 
 def _descriptor(tensor: torch.Tensor, block_rows: int, block_inputs: int) -> TensorDescriptor:
-    return _described(tensor, [block_rows, block_inputs])
+    return _described(tensor, (block_rows, block_inputs))
 
 
 def _gated_descriptor(weight: torch.Tensor, block_weights: int, block_inputs: int) -> TensorDescriptor:
@@ -97,9 +98,13 @@ def _gated_descriptor(weight: torch.Tensor, block_weights: int, block_inputs: in
     of one output."""
     num_weights, num_inputs = weight.shape
     pairs = weight.view(2, num_weights // 16, 8, num_inputs).transpose(0, 1)
-    return _described(pairs, [block_weights // 16, 2, 8, block_inputs])
+    return _described(pairs, (block_weights // 16, 2, 8, block_inputs))
 
 
-def _described(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+def _described(tensor: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, list(block), _layout(block, tensor.dtype))
+
+
+@functools.cache  # it takes as long as a launch
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
