@@ -86,7 +86,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         max_gain: MaxGain | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._lookahead = config, config.lookahead
         self._admission = Admission(
             kv_cache=kv_cache,
             eos_token_ids=eos_token_ids,
@@ -218,8 +218,8 @@ class Scheduler:
                 return None
             plan.schedule_nothing()
         if self._table.has_drafts:
-            config = self._config
-            add_drafts(plan, self._table, self._running.kv_cache, config.max_row_tokens, config.lookahead)
+            kv_cache = self._running.kv_cache
+            add_drafts(plan, self._table, kv_cache, self._config.max_row_tokens, self._lookahead)
         num_steps = 1
         if max_steps > 1 and self._can_repeat(plan):
             kv_cache, depth = self._running.kv_cache, self._config.max_steps_in_flight
