@@ -92,7 +92,10 @@ def test_dummy_needs_the_configuration_alone(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/at/all", "~/nothing-here", "a/b/c", "../x"])
-def test_no_such_folder(model):
+def test_no_such_folder(model, tmp_path, monkeypatch):
+    """Beside an empty folder, so whatever lies beside the checkout."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     refused("no such folder", model)
 
 
