@@ -3,7 +3,7 @@ before the rows are there.
 
 Triton's pipeliner loads weights and rows of a block of inputs together, after the wait for the kernel before
 (`dependent_launch`). In Gluon the two are apart: a program fills its ring with weights, waits, and loads the rows. So
-memory is busy while kernels follow each other: a layer of Qwen3-8B takes 7 to 8% less at 8 and 32 rows than with
+memory is busy while kernels follow each other: a layer of Qwen3-8B takes 7% less at 8 and 32 rows than with
 `dot_kernel`. Gluon has no interpreter: `skinny_linear_reference` is compared with this kernel on a GPU alone.
 """
 
@@ -110,7 +110,7 @@ def _epilogue(
 @gluon.jit(do_not_specialize=["num_rows", "num_outputs", "num_items"])
 def tma_kernel(
     x,  # descriptor of [num_rows, num_inputs], blocks of [block_rows, block_inputs]
-    weight,  # descriptor of [num_outputs, num_inputs], blocks of [block_weights, block_inputs]; gated: `_descriptor`
+    weight,  # descriptor of [num_outputs, num_inputs], blocks of [block_weights, block_inputs]; gated: see `tma_linear`
     scales,  # of FP8 those of x, of the weight, and the strides of these; else ()
     bias,  # [num_outputs], or gated; read where has_bias
     out,  # [num_rows, num_outputs]
