@@ -25,6 +25,7 @@ from ringcore.model_executor.models.transformers.body import Body, NewTensors, T
 from ringcore.model_executor.models.transformers.handed_down import handed_down
 from ringcore.model_executor.models.transformers.known_values import KnownValues
 from ringcore.model_executor.models.transformers.masks import MAX_ROW, Mask, Reach
+from ringcore.model_executor.models.transformers.meta_shapes import MetaShapes
 from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.operation_mode import no_checked_values
 from ringcore.model_executor.models.transformers.refusal import (
@@ -207,14 +208,22 @@ def record_whole(model: PreTrainedModel, num_positions: int) -> tuple[list[Atten
 def _unmasked_pass(body: Body, num_positions: int, repeats: bool = True) -> list[AttentionCall]:
     _set_recording(body.model, f"{RECORD}_unmasked")
     num_tokens, recorded = _unused_prime(body.model), list[_Recorded]()
-    given = body.given(torch.arange(num_tokens, device="meta")[None], recorded)
+    with MetaShapes():
+        given = body.given(torch.arange(num_tokens, device="meta")[None], recorded)
     cache: TokensBefore | None = given.get("past_key_values")
     mixing = TokenMixing(body.model, num_tokens, None if cache is None else cache.get_seq_length())
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     new = NewTensors(torch.device("meta"))
     layers = RepeatedLayers(body.module, [Journal(recorded, _moved)], lambda one: not mixing.follows(one))
     try:
-        with torch.device("meta"), new, mixing, layers.instead() if repeats else nullcontext(), no_checked_values():
+        with (
+            torch.device("meta"),
+            MetaShapes(),
+            new,
+            mixing,
+            layers.instead() if repeats else nullcontext(),
+            no_checked_values(),
+        ):
             out = body.module(input_ids=ids, **given)
     except Refused:
         raise
@@ -248,7 +257,7 @@ class _MaskedPass:
         journals = [Journal(self._recorded, _moved), Journal(self._values.met)]
         layers = RepeatedLayers(module, journals, lambda one: self._values.value_of(one) is None)
         try:
-            with torch.device("meta"), mixing or layers.instead(), self._values, no_checked_values():
+            with torch.device("meta"), MetaShapes(), mixing or layers.instead(), self._values, no_checked_values():
                 module(**inputs, use_cache=False, ringcore=self._recorded)
         except Refused:
             raise

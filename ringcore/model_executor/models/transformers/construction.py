@@ -28,6 +28,7 @@ from transformers import (
 from ringcore.checkpoint import TransformersSpec
 from ringcore.model_executor.models.transformers.attention_calls import RECORD
 from ringcore.model_executor.models.transformers.body import is_composite
+from ringcore.model_executor.models.transformers.meta_shapes import MetaShapes
 from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.refusal import Refused, in_one_line
 
@@ -72,7 +73,7 @@ def build_on_meta(config: dict[str, Any], dtype: torch.dtype, attention: str) ->
     """The model of a config.json, in evaluation mode, without memory. attention: a name in transformers' interface."""
     # As transformers reads a file, in which infinity is an object.
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(PreTrainedConfig._decode_special_floats(config))
-    with torch.device("meta"), _DefaultDtype(dtype):
+    with torch.device("meta"), _DefaultDtype(dtype), MetaShapes():
         # float32, the default dtype already: transformers sets what is given here as the default of all threads.
         model = _auto_class(parsed).from_config(parsed, attn_implementation=attention, dtype=torch.float32)
     for one in (parsed, parsed.get_text_config()):
@@ -129,7 +130,8 @@ def make_buffers(model: PreTrainedModel) -> None:
 def _unset(buffer: torch.Tensor | None) -> torch.Tensor:
     """On the CPU, with contents that cannot go unnoticed where an initializer forgets them."""
     assert buffer is not None
-    return torch.full_like(buffer, float("nan") if buffer.is_floating_point() else -(1 << 20), device="cpu")
+    number = float("nan") if buffer.is_floating_point() else -(1 << 20)
+    return torch.full(buffer.shape, number, dtype=buffer.dtype, device="cpu")
 
 
 def _with_owners(module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, nn.Module]]:

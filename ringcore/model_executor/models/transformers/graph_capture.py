@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringcore.model_executor.models.transformers.attention_calls import record
 from ringcore.model_executor.models.transformers.body import Body
+from ringcore.model_executor.models.transformers.meta_shapes import MetaShapes
 from ringcore.model_executor.models.transformers.operation_mode import no_checked_values
 from ringcore.model_executor.models.transformers.refusal import in_one_line
 
@@ -27,9 +28,9 @@ def kept_from_graphs(body: Body) -> str | None:
     """The reason, None if there is none. The body is on meta."""
     record(body, 1)  # which finds out how it is told the positions
     copies = _CopiesFromHost()
-    positions = torch.arange(_NUM_TOKENS, device="meta")
     try:
-        with copies, no_checked_values():
+        with MetaShapes(), copies, no_checked_values():
+            positions = torch.arange(_NUM_TOKENS, device="meta")
             body(torch.zeros_like(positions), positions, [])
     except Exception as error:  # a tensor on the CPU meets one on meta, as it would meet one on a GPU
         return f"it makes tensors on the host: {in_one_line(error)}"

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringcore.model_executor.models.transformers.body import Body
+from ringcore.model_executor.models.transformers.meta_shapes import MetaShapes
 from ringcore.model_executor.models.transformers.refusal import Refused, in_one_line
 
 __all__ = ["check_head", "head_of", "logits_of"]
@@ -53,7 +54,7 @@ def check_head(head: PreTrainedModel, linear: nn.Module | None, hidden_size: int
             products.append(product)
 
     try:
-        with linear.register_forward_hook(note) if linear else nullcontext():
+        with MetaShapes(), linear.register_forward_hook(note) if linear else nullcontext():
             logits = head(inputs_embeds=hidden[None], use_cache=False).logits
         shape = tuple(logits[0].shape)
     except Exception as error:  # whatever the model's own code raises

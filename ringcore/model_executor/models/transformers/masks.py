@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcore.model_executor.models.transformers.known_values import KnownValues
+from ringcore.model_executor.models.transformers.meta_shapes import MetaShapes
 from ringcore.model_executor.models.transformers.needs import Need
 from ringcore.model_executor.models.transformers.refusal import Refused
 
@@ -75,7 +76,7 @@ class Mask:
     def _allowed(self, query: torch.Tensor, key: torch.Tensor, length: int) -> torch.Tensor:
         zero = torch.zeros((), dtype=torch.long)
         try:
-            with self._values:
+            with MetaShapes(), self._values:
                 found = self._allows(zero, zero, self._values.known(query), self._values.known(key))
         except Exception as error:  # whatever a rule raises at positions outside of the tensors that it holds
             raise Refused("its attention has a mask that depends on more than positions", Need.KNOWN_MASK) from error

@@ -95,16 +95,13 @@ def _rows_of(leaves: Mapping[str, torch.Tensor], heads: torch.Tensor) -> tuple[L
         raise NotRecognised("a head depends on no linear")
     num_heads, size = heads.shape[1], heads.shape[3]
     weights = torch.rand(heads.shape, generator=torch.Generator().manual_seed(1)) + 0.5
-    alone = torch.eye(num_heads).view(num_heads, 1, num_heads, 1, 1) * weights
-    gradients = torch.autograd.grad(
-        heads, list(leaves.values()), alone, retain_graph=True, allow_unused=True, is_grads_batched=True
-    )
-    rows = []
+    sums, rows = (heads * weights).sum((0, 2, 3)), []  # of a number no gradient is given, for which torch imports sympy
     for head in range(num_heads):
+        gradients = torch.autograd.grad(sums[head], list(leaves.values()), retain_graph=True, allow_unused=True)
         used = {
-            name: gradient[head, 0].abs().sum(0).nonzero().flatten().tolist()
+            name: gradient[0].abs().sum(0).nonzero().flatten().tolist()
             for name, gradient in zip(leaves, gradients, strict=True)
-            if gradient is not None and gradient[head].any()
+            if gradient is not None and gradient.any()
         }
         if len(used) != 1:
             raise NotRecognised(f"a head depends on {len(used)} linears")

@@ -1,0 +1,186 @@
+"""Results on meta of the operations that a decoder has most of, without torch's own functions for them.
+
+Those are in Python: each takes as long as ten operations, and the first one imports sympy. Together that is half of the
+time that a worker takes to build a model of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringcore.model_executor.models.transformers.operation_mode import OperationMode
+
+__all__ = ["MetaShapes"]
+
+_aten = torch.ops.aten
+
+
+class MetaShapes(OperationMode):
+    """To be entered before other modes, which then see each operation first. What is not as simple as the functions
+    below say is torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result_of = _RESULTS.get(func)
+        out = None if result_of is None else result_of(*args, **kwargs)
+        return func(*args, **kwargs) if out is None else out
+
+
+def _of_floats(*args: Any, **others: Any) -> torch.Tensor | None:
+    """Point by point, of tensors of one float dtype, and numbers."""
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    dtype = tensors[0].dtype
+    if others or not dtype.is_floating_point or any(tensor.dtype != dtype for tensor in tensors):
+        return None
+    if not all(type(one) in (int, float) for one in args if not isinstance(one, torch.Tensor)):
+        return None
+    return _broadcast(tensors, dtype)
+
+
+def _of_numbers(*args: Any, **others: Any) -> torch.Tensor | None:
+    """As `_of_floats`; also of tensors of one dtype of whole numbers, and such numbers."""
+    found = _of_floats(*args, **others)
+    if found is not None or others:
+        return found
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    are_whole = all(tensor.dtype == torch.int64 for tensor in tensors)
+    if not are_whole or not all(type(one) is int for one in args if not isinstance(one, torch.Tensor)):
+        return None
+    return _broadcast(tensors, torch.int64)
+
+
+def _compared(*args: Any, **others: Any) -> torch.Tensor | None:
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    return None if others else _broadcast(tensors, torch.bool)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    """Beside tensors on meta there may be numbers as tensors of the host. None: they do not broadcast, as torch will
+    say, or what is not contiguous does not come first, in the shape of the result, whose strides are then its."""
+    on_meta = [tensor for tensor in tensors if tensor.is_meta]
+    if not on_meta or any(tensor.ndim for tensor in tensors if not tensor.is_meta):
+        return None
+    first = on_meta[0]
+    shape = _shape_of([tensor.shape for tensor in tensors])
+    if shape is None:
+        return None
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return first.new_empty(shape, dtype=dtype)
+    if list(first.shape) == shape and 0 not in first.stride():
+        return torch.empty_strided(shape, _dense(first), dtype=dtype, device="meta")
+    return None
+
+
+def _dense(tensor: torch.Tensor) -> list[int]:
+    """Strides without gaps, of dimensions in the order of its own."""
+    strides, length = [0] * tensor.ndim, 1
+    for dim in sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), -dim)):
+        strides[dim], length = length, length * tensor.shape[dim]
+    return strides
+
+
+def _shape_of(shapes: Sequence[torch.Size]) -> list[int] | None:
+    ndim, shape = max(map(len, shapes)), []
+    for sizes in zip(*((1,) * (ndim - len(one)) + tuple(one) for one in shapes), strict=True):
+        others = {size for size in sizes if size != 1}
+        if len(others) > 1:
+            return None
+        shape.append(others.pop() if others else 1)
+    return shape
+
+
+def _mean(x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False, **others: Any) -> torch.Tensor | None:
+    if others or not dims or not x.is_meta or not x.dtype.is_floating_point or not x.is_contiguous():
+        return None
+    reduced = {dim if dim >= 0 else dim + x.ndim for dim in dims}
+    if len(reduced) < len(dims) or not all(0 <= dim < x.ndim for dim in reduced):
+        return None
+    kept = [(1 if dim in reduced else size, dim not in reduced) for dim, size in enumerate(x.shape)]
+    return x.new_empty([size for size, is_kept in kept if is_kept or keepdim])
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0, **others: Any) -> torch.Tensor | None:
+    first = tensors[0]
+    dim, formats = dim % max(1, first.ndim), {one.dtype for one in tensors} | {one.ndim for one in tensors}
+    if others or len(formats) > 2 or not first.ndim or not all(_has_rows(tensor) for tensor in tensors):
+        return None
+    shape = list(first.shape)
+    for tensor in tensors[1:]:
+        if any(size != shape[at] for at, size in enumerate(tensor.shape) if at != dim):
+            return None
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return first.new_empty(shape)
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """On meta, and in none of the formats of images, which a result would have too."""
+    return tensor.is_meta and (
+        tensor.is_contiguous() or (tensor.ndim == 4 and tensor.stride(-1) == 1 < tensor.stride(1))
+    )
+
+
+def _range(
+    start: Any, end: Any, step: Any = 1, *, dtype: Any = None, device: Any = None, **_: Any
+) -> torch.Tensor | None:
+    if (
+        any(type(one) is not int for one in (start, end, step))
+        or step <= 0
+        or end < start
+        or device != torch.device("meta")
+    ):
+        return None
+    return torch.empty(-(-(end - start) // step), dtype=dtype or torch.int64, device=device)
+
+
+def _range_to(end: Any, **others: Any) -> torch.Tensor | None:
+    return _range(0, end, **others)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, **others: Any) -> torch.Tensor | None:
+    fit = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0] and a.dtype == b.dtype
+    return a.new_empty(a.shape[0], b.shape[1]) if fit and a.is_meta and b.is_meta and not others else None
+
+
+def _embedding(weight: torch.Tensor, ids: torch.Tensor, *_: Any, **others: Any) -> torch.Tensor | None:
+    return weight.new_empty([*ids.shape, weight.shape[1]]) if weight.is_meta and ids.is_meta else None
+
+
+def _like(x: torch.Tensor, *, dtype: Any = None, device: Any = None, **others: Any) -> torch.Tensor | None:
+    has_others = any(one is not None and one is not False for one in others.values())
+    if has_others or not x.is_meta or device not in (None, x.device) or 0 in x.stride():
+        return None
+    return torch.empty_strided(x.shape, _dense(x), dtype=dtype or x.dtype, device="meta")
+
+
+def _as_it_is(x: torch.Tensor, *_: Any, **others: Any) -> torch.Tensor | None:
+    """On meta numbers are not drawn."""
+    return x if x.is_meta else None
+
+
+def _each(names: Iterable[Any], function: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
+    return dict.fromkeys(names, function)
+
+
+_RESULTS: Mapping[Any, Callable[..., torch.Tensor | None]] = {
+    **_each((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.neg.default), _of_numbers),
+    **_each((_aten.div.Tensor, _aten.pow.Tensor_Scalar, _aten.pow.Scalar, _aten.reciprocal.default), _of_floats),
+    **_each((_aten.rsqrt.default, _aten.silu.default, _aten.sigmoid.default, _aten.tanh.default), _of_floats),
+    **_each((_aten.cos.default, _aten.sin.default, _aten.exp.default), _of_floats),
+    **_each((_aten.le.Tensor, _aten.lt.Tensor, _aten.ge.Tensor, _aten.gt.Tensor, _aten.eq.Tensor), _compared),
+    **_each((_aten.normal_.default, _aten.uniform_.default), _as_it_is),
+    _aten.mean.dim: _mean,
+    **_each((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), _like),
+    _aten.cat.default: _cat,
+    _aten.mm.default: _mm,
+    _aten.embedding.default: _embedding,
+    **_each((_aten.arange.start, _aten.arange.start_step), _range),
+    _aten.arange.default: _range_to,
+}
