@@ -11,6 +11,7 @@ from ringcore.kernels.found_tiles import TileProblem
 from ringcore.kernels.skinny_configs import MAX_ROWS
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig, TmaConfig, padded_rows
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, H200, NUM_SMS, Numbers
+from ringcore.kernels.tma_configs import MAX_TMA_ROWS
 
 __all__ = ["Kernel", "Linear", "block_rows", "can_run", "candidates", "first_kernels", "grouped_candidates", "near"]
 
@@ -74,7 +75,8 @@ def _by_turns(first: Iterable[Kernel], second: Iterable[Kernel]) -> list[Kernel]
 
 def _keeps_groups(one: Kernel, chosen: Kernel, kind: str) -> bool:
     """Whether it divides inputs as `chosen` does, where scales do: whole groups are in a block."""
-    if isinstance(one, DotConfig | PackedFmaConfig) and isinstance(chosen, DotConfig | PackedFmaConfig):
+    have_blocks = DotConfig | PackedFmaConfig | TmaConfig
+    if isinstance(one, have_blocks) and isinstance(chosen, have_blocks):
         return one.block_inputs == chosen.block_inputs or (kind == "packed" and one.block_inputs >= 64)
     return False
 
@@ -170,9 +172,10 @@ def can_run(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) ->
                 and input_bytes * kernel.block_inputs * kernel.num_stages <= _MAX_SHARED_BYTES
             )
         case TmaConfig():
-            stage_bytes = (kernel.block_weights + padded_rows(linear.num_rows)) * kernel.block_inputs * _BYTES
+            # Rows are stored as weights are: both in 16 bits, or both in FP8.
+            stage_bytes = (kernel.block_weights + padded_rows(linear.num_rows)) * kernel.block_inputs * numbers.bytes
             return (
-                1 < linear.num_rows <= 64
+                1 < linear.num_rows <= MAX_TMA_ROWS
                 and linear.num_inputs % (kernel.block_inputs * kernel.splits) == 0
                 and kernel.programs_per_sm * stage_bytes * kernel.num_stages <= _MAX_RING_BYTES
             )

@@ -14,6 +14,7 @@ from ringcore.kernels.skinny_tiles import Config, TmaConfig, padded_rows
 from ringcore.kernels.skinny_times import NUM_SMS
 
 __all__ = [
+    "MAX_TMA_ROWS",
     "choose_on_hopper",
     "choose_rounded_on_hopper",
     "chooser",
@@ -23,7 +24,7 @@ __all__ = [
     "tma_config",
 ]
 
-_FEW_ROWS, _SOME_ROWS, _MAX_ROWS = 16, 32, 64
+_FEW_ROWS, _SOME_ROWS, MAX_TMA_ROWS = 16, 32, 64
 _TILE, _WIDE_TILE = 64, 128
 _BLOCKS_OF_INPUTS = {2: (128, 64), 1: (128,)}  # by bytes of a number: 64 where 128 leaves too few stages, or splits
 _FP8_INPUTS = 128
@@ -67,7 +68,7 @@ def choose_rounded_on_hopper(
 ) -> Config | None:
     """As `skinny_configs.choose_rounded`."""
     config = None
-    if 1 < num_rows <= _MAX_ROWS:
+    if 1 < num_rows <= MAX_TMA_ROWS:
         config = tma_config(num_outputs, num_inputs, num_rows, is_gated=is_gated, number_bytes=1)
     if config is not None:
         return config
@@ -77,7 +78,7 @@ def choose_rounded_on_hopper(
 @functools.cache
 def choose_on_hopper(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
     """As `skinny_configs.choose`, of a dense weight."""
-    config = tma_config(num_outputs, num_inputs, num_rows, is_gated=is_gated) if 1 < num_rows <= _MAX_ROWS else None
+    config = tma_config(num_outputs, num_inputs, num_rows, is_gated=is_gated) if 1 < num_rows <= MAX_TMA_ROWS else None
     return config or skinny_configs.choose(num_outputs, num_inputs, num_rows, is_gated=is_gated)
 
 

@@ -18,9 +18,10 @@ from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.host.measurements import Measurements
 from ringcore.kernels.found_tiles import FoundTiles
 from ringcore.kernels.skinny_configs import last_of_range
-from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig
-from ringcore.kernels.skinny_times import DENSE_NUMBERS
+from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, TmaConfig
+from ringcore.kernels.skinny_times import BYTE_NUMBERS, DENSE_NUMBERS
 from ringcore.kernels.tile_candidates import candidates
+from ringcore.kernels.tma_configs import tma_config
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.searched_scheme import SearchedProduct, SearchedTiles
 from ringcore.model_executor.residual import Residual
@@ -382,3 +383,20 @@ def test_every_tile_that_is_tried_can_be_launched(tiny_llama, tmp_path, monkeypa
     assert num_known == len([*(tmp_path / "found").rglob("*.json")]) >= 30
     assert num_kernels > 20
     assert num_refused == 0
+
+
+@pytest.mark.parametrize("number_bytes", [2, 1], ids=["16 bits", "FP8"])
+def test_neighbours_of_a_tile_by_tma(number_bytes: int) -> None:
+    """In FP8 a block of inputs stays what it is: scales are of whole blocks."""
+    chosen = tma_config(4096, 4096, 8, number_bytes=number_bytes)
+    assert chosen is not None
+    kind, numbers = ("dense", DENSE_NUMBERS) if number_bytes == 2 else ("rounded", BYTE_NUMBERS)
+    found = candidates(tile_search._Linear(4096, 4096, False, 8), kind, numbers, chosen, 12)
+    by_tma = [one for one in found if isinstance(one, TmaConfig)]
+    assert found[0] == chosen
+    assert len(by_tma) > 2
+    for one in by_tma:
+        stage_bytes = (one.block_weights + 8) * one.block_inputs * number_bytes
+        assert one.programs_per_sm * (one.num_stages * stage_bytes + 1200) <= 227 << 10
+        assert 4096 % (one.block_inputs * one.splits) == 0
+        assert number_bytes == 2 or one.block_inputs == chosen.block_inputs

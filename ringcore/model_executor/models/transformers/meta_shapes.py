@@ -6,7 +6,7 @@ time that a worker takes to build a model of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,22 +165,20 @@ def _as_it_is(x: torch.Tensor, *_: Any, **others: Any) -> torch.Tensor | None:
     return x if x.is_meta else None
 
 
-def _each(names: Iterable[Any], function: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
-    return dict.fromkeys(names, function)
-
-
 _RESULTS: Mapping[Any, Callable[..., torch.Tensor | None]] = {
-    **_each((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.neg.default), _of_numbers),
-    **_each((_aten.div.Tensor, _aten.pow.Tensor_Scalar, _aten.pow.Scalar, _aten.reciprocal.default), _of_floats),
-    **_each((_aten.rsqrt.default, _aten.silu.default, _aten.sigmoid.default, _aten.tanh.default), _of_floats),
-    **_each((_aten.cos.default, _aten.sin.default, _aten.exp.default), _of_floats),
-    **_each((_aten.le.Tensor, _aten.lt.Tensor, _aten.ge.Tensor, _aten.gt.Tensor, _aten.eq.Tensor), _compared),
-    **_each((_aten.normal_.default, _aten.uniform_.default), _as_it_is),
+    **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.neg.default), _of_numbers),
+    **dict.fromkeys(
+        (_aten.div.Tensor, _aten.pow.Tensor_Scalar, _aten.pow.Scalar, _aten.reciprocal.default), _of_floats
+    ),
+    **dict.fromkeys((_aten.rsqrt.default, _aten.silu.default, _aten.sigmoid.default, _aten.tanh.default), _of_floats),
+    **dict.fromkeys((_aten.cos.default, _aten.sin.default, _aten.exp.default), _of_floats),
+    **dict.fromkeys((_aten.le.Tensor, _aten.lt.Tensor, _aten.ge.Tensor, _aten.gt.Tensor, _aten.eq.Tensor), _compared),
+    **dict.fromkeys((_aten.normal_.default, _aten.uniform_.default), _as_it_is),
     _aten.mean.dim: _mean,
-    **_each((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), _like),
+    **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), _like),
     _aten.cat.default: _cat,
     _aten.mm.default: _mm,
     _aten.embedding.default: _embedding,
-    **_each((_aten.arange.start, _aten.arange.start_step), _range),
+    **dict.fromkeys((_aten.arange.start, _aten.arange.start_step), _range),
     _aten.arange.default: _range_to,
 }
