@@ -5,8 +5,8 @@ the M side of the tensor cores, with the tile and split-K that a model of their 
 to 4 rows are like one where the weight is small, else like more. 33 to 64 rows are multiplied here where the weight has
 rows for most SMs and nothing is added; the others, and more rows, by cuBLAS, with split-K where `choose_split_k` says
 so. The kernels of cuBLAS start only when the one before has ended: for Qwen3-0.6B they take as long to start as to read
-the weights, and with qkv and gate_up by `dot_kernel` whole passes of 40 to 256 rows took 1.4 to 6% less. On Hopper `tma_configs`
-is asked first.
+the weights, and with qkv and gate_up by `dot_kernel` whole passes of 40 to 256 rows took 1.4 to 6% less. On Hopper
+`tma_configs` is asked first.
 """
 
 from __future__ import annotations
