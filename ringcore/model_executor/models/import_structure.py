@@ -1,15 +1,19 @@
-"""What transformers reads in the files of its models when it is imported, kept in the user's cache.
+"""What transformers reads when it is imported, kept in the user's cache: names in the files of its models, and names
+of installed packages.
 
-It reads all of them for the names that they export, twice: 0.8 of the 1.2 CPU seconds that an import without torch's
-compiler (`lean_imports`) takes on an EPYC, files in the page cache.
+It reads the files of all its models for the names that they export, twice: 0.8 of the 1.2 CPU seconds that an import
+without torch's compiler (`lean_imports`) takes on an EPYC, files in the page cache. Before 5.23 it also asks for the
+packages of all that is installed, 0.3 seconds with 150 distributions.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -25,6 +29,7 @@ __all__ = ["kept_import_structure"]
 
 _MODULE, _FUNCTION = "transformers.utils.import_utils", "define_import_structure"
 _MODELS = ("transformers", "models")  # the folder whose structure is kept
+_INFO = ".dist-info", ".egg-info", ".egg"  # how names of folders end that describe a distribution
 _BETWEEN = ","  # backends that a module needs
 
 _Structure = dict[frozenset[str], dict[str, set[str]]]  # by backends and module: the names that it exports
@@ -62,10 +67,41 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._own
-        self._own.exec_module(module)
+        with _kept_packages():
+            self._own.exec_module(module)
         define = getattr(module, _FUNCTION, None)
         if define is not None and "dev" not in version("transformers"):
             setattr(module, _FUNCTION, _kept(define))
+
+
+@contextmanager
+def _kept_packages() -> Iterator[None]:
+    """`importlib.metadata.packages_distributions` reads what an earlier call within it has kept."""
+    own = importlib.metadata.packages_distributions
+
+    def packages_distributions() -> Mapping[str, list[str]]:
+        kept = Measurements(Path(our_cache_folder("imports")))
+        found = kept.recorded({"installed": _installed()}, "packages", _packages, dict, own)
+        return own() if found is None else found
+
+    importlib.metadata.packages_distributions = packages_distributions
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = own
+
+
+def _installed() -> str:
+    """Another where other distributions, or other versions, are installed."""
+    found = []
+    for place in map(Path, sys.path):  # "": the working directory
+        infos = [entry for entry in place.iterdir() if entry.name.endswith(_INFO)] if place.is_dir() else [place]
+        found += sorted(f"{one} {one.stat().st_mtime_ns}" for one in infos if one.exists())
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+def _packages(content: Any) -> Mapping[str, list[str]]:
+    return {str(package): [str(name) for name in names] for package, names in dict(content).items()}
 
 
 def _kept(define: _Define) -> _Define:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -109,3 +110,40 @@ def test_without_a_folder_to_keep_it(made, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(made / "models" / "names"))
     for _ in range(2):
         assert use(made) == (1, ["One", "Other"])
+
+
+def ask_for_packages(folder):
+    file = folder / "utils" / "import_utils.py"
+    own = textwrap.dedent(MADE["utils/import_utils.py"])
+    file.write_text(f"import importlib.metadata\nPACKAGES = importlib.metadata.packages_distributions()\n{own}")
+
+
+def test_packages_are_asked_for_once_until_others_are_installed(made, monkeypatch):
+    asked = []
+
+    def packages_distributions():
+        asked.append(len(asked))
+        return {"package": [f"Distribution-{len(asked)}"]}
+
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", packages_distributions)
+    ask_for_packages(made)
+
+    def found():
+        use(made)
+        assert importlib.metadata.packages_distributions is packages_distributions
+        return sys.modules["transformers.utils.import_utils"].PACKAGES
+
+    assert found() == found() == {"package": ["Distribution-1"]}
+    (made.parent / "one-1.0.dist-info").mkdir()
+    assert found() == found() == {"package": ["Distribution-2"]}
+    (made.parent / "one-1.0.dist-info").rename(made.parent / "one-1.1.dist-info")
+    assert found() == {"package": ["Distribution-3"]}
+    (made.parent / "other").mkdir()  # of no distribution
+    assert found() == {"package": ["Distribution-3"]}
+
+
+def test_packages_without_a_folder_to_keep_them(made, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(made / "models" / "names"))
+    ask_for_packages(made)
+    use(made)
+    assert importlib.metadata.packages_distributions() == sys.modules["transformers.utils.import_utils"].PACKAGES

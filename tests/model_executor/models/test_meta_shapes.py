@@ -14,7 +14,7 @@ import torch
 
 from ringcore.model_executor.models.transformers.meta_shapes import MetaShapes
 
-BINARY = (torch.add, torch.sub, torch.mul, torch.div, torch.le, torch.lt, torch.ge, torch.gt, torch.eq)
+BINARY = (torch.add, torch.sub, torch.mul, torch.div, torch.le, torch.lt, torch.ge, torch.gt, torch.eq, torch.ne)
 UNARY = (torch.neg, torch.rsqrt, torch.sigmoid, torch.tanh, torch.cos, torch.sin, torch.exp, torch.reciprocal)
 SHAPES = ((2, 3, 5, 8), (1, 1, 5, 8), (5, 8), (8,), (), (2, 3, 1, 1), (4, 8), (0, 8))
 
@@ -35,7 +35,7 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
 def facts(call: Callable[[], Any]) -> tuple[Any, ...]:
     try:
         out = call()
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, IndexError, TypeError):
         return ("refused",)
     strides = [stride for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1]
     return tuple(out.shape), out.dtype, out.device, strides if out.numel() else []
@@ -72,16 +72,41 @@ def test_others() -> None:
     for dtype, shape in itertools.product((torch.float32, torch.bfloat16, torch.int64), SHAPES):
         for x in layouts(shape, dtype):
             check(lambda x=x: torch.nn.functional.silu(x))
+            for approximate in ("none", "tanh"):
+                check(lambda x=x, how=approximate: torch.nn.functional.gelu(x, approximate=how))
             check(lambda x=x: torch.empty_like(x))
             check(lambda x=x: torch.zeros_like(x, dtype=torch.float16))
             check(lambda x=x: torch.pow(x, 2))
+            for bounds in ((0, 1), (0.5, None), (None, 2)):
+                check(lambda x=x, bounds=bounds: torch.clamp(x, *bounds))
+            check(lambda x=x: 1 - x)
+            check(lambda x=x: 0.5 - x)
             check(lambda x=x: torch.pow(10000, x))
             for dims, keepdim in (((-1,), True), ((-1,), False), ((0, -1), False), ((), True)):
                 check(lambda x=x, dims=dims, keepdim=keepdim: x.mean(dims, keepdim=keepdim))
             check(lambda x=x: x.mean(-1, dtype=torch.float32))
+            check(lambda x=x: ~x)
+            check(lambda x=x: ~(x > 1) * (x < 1))
+            check(lambda x=x: (x > 1) | (x < 1).T)
+            check(lambda x=x: (x > 1) * 2)
     for a, b in itertools.product(layouts((2, 3, 5, 8), torch.bfloat16), layouts((2, 3, 5, 8), torch.bfloat16)):
         for dim in (-1, 0, 1):
             check(lambda a=a, b=b, dim=dim: torch.cat((a, b), dim))
+            check(lambda a=a, b=b, dim=dim: torch.stack((a, b), dim))
+            check(lambda a=a, b=b, dim=dim: torch.stack((a[0], b[0]), dim))
+            check(lambda a=a, b=b, dim=dim: torch.stack((a[..., None], b[..., None]), dim))
+            check(lambda a=a, b=b, dim=dim: torch.cat((a[0], b[0]), dim))
+        for at in range(3):
+            for weight in (b[0, 0, 0], b[0, 0, 0].float(), None):
+                check(lambda a=a, w=weight, at=at: torch.native_layer_norm(a, [8], w, w, 1e-5)[at])
+            check(lambda a=a, at=at: torch.native_layer_norm(a, [5, 8], None, a[0, 0].contiguous(), 1e-5)[at])
+            check(lambda a=a, at=at: torch.native_layer_norm(a, [5], None, None, 1e-5)[at])
+        check(lambda a=a, b=b: torch.where(a > 1, a, b))
+        check(lambda a=a, b=b: torch.where(a > 1, a, b.float()))
+        check(lambda a=a, b=b: torch.where(a[:, :1] > 1, a, b[..., :1]))
+        check(lambda a=a, b=b: a[0] @ b[0].transpose(1, 2))
+        check(lambda a=a, b=b: torch.bmm(a[0], b[0].mT))
+        check(lambda a=a, b=b: torch.bmm(a[0], b[0]))
     check(lambda: torch.cat((torch.empty(2, 3, device="meta"), torch.empty(0, device="meta"))))
     check(lambda: torch.cat((torch.empty(2, 3, device="meta"), torch.empty(2, 4, device="meta"))))
     for limits in ((7,), (2, 7), (0, 8, 3), (0, 0.5, 0.25), (5, 1), (5, 1, -2)):
@@ -92,6 +117,11 @@ def test_others() -> None:
     check(lambda: weight @ weight.t())
     check(lambda: weight @ weight)
     check(lambda: weight.half() @ weight.t())
+    check(lambda: torch.addmm(weight[0, 0].expand(9), weight, weight.t()))
+    check(lambda: torch.addmm(weight[:, 0], weight, weight.t()))
+    check(lambda: torch.addmm(weight[:, 0].half(), weight, weight.t()))
+    check(lambda: torch.addmm(weight[0], weight, weight.t()))
+    check(lambda: torch.addmm(weight[:, 0], weight, weight.t(), alpha=2))
     check(lambda: weight.normal_())
 
 

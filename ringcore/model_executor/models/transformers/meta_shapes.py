@@ -57,6 +57,16 @@ def _of_numbers(*args: Any, **others: Any) -> torch.Tensor | None:
     return _broadcast(tensors, torch.int64)
 
 
+def _of_bools(*args: Any, **others: Any) -> torch.Tensor | None:
+    are_bools = all(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in args)
+    return _broadcast(args, torch.bool) if are_bools and not others else None
+
+
+def _product(*args: Any, **others: Any) -> torch.Tensor | None:
+    found = _of_numbers(*args, **others)
+    return _of_bools(*args, **others) if found is None else found
+
+
 def _compared(*args: Any, **others: Any) -> torch.Tensor | None:
     tensors = [one for one in args if isinstance(one, torch.Tensor)]
     return None if others else _broadcast(tensors, torch.bool)
@@ -120,11 +130,45 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0, **others: Any) -> torch.
     return first.new_empty(shape)
 
 
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0, **others: Any) -> torch.Tensor | None:
+    if others or not -tensors[0].ndim <= dim <= tensors[0].ndim or len({tensor.shape for tensor in tensors}) > 1:
+        return None
+    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    if condition.dtype != torch.bool or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        return None
+    return _broadcast((a, b, condition), a.dtype)
+
+
+def _clamp(x: torch.Tensor, *bounds: Any, **others: Any) -> torch.Tensor | None:
+    return _of_floats(x, *(bound for bound in bounds if bound is not None), **others)
+
+
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor | None:
+    return _of_floats(x)
+
+
+def _layer_norm(
+    x: torch.Tensor, normed: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The norm, and means and deviations of rows, in float32."""
+    given = [one for one in (weight, bias) if one is not None]
+    of_rows = x.ndim - len(normed)
+    if not x.is_meta or not x.dtype.is_floating_point or x.dtype == torch.float64 or not x.is_contiguous():
+        return None
+    if of_rows < 0 or any(one.shape != x.shape[of_rows:] or one.dtype != x.dtype for one in given):
+        return None
+    if list(normed) != list(x.shape[of_rows:]) or not normed:
+        return None
+    mean, deviation = (x.new_empty([*x.shape[:of_rows], *([1] * len(normed))], dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), mean, deviation
+
+
 def _has_rows(tensor: torch.Tensor) -> bool:
     """On meta, and in none of the formats of images, which a result would have too."""
-    return tensor.is_meta and (
-        tensor.is_contiguous() or (tensor.ndim == 4 and tensor.stride(-1) == 1 < tensor.stride(1))
-    )
+    return tensor.is_meta and (tensor.ndim < 4 or tensor.is_contiguous() or tensor.stride(-1) == 1 < tensor.stride(1))
 
 
 def _range(
@@ -149,6 +193,17 @@ def _mm(a: torch.Tensor, b: torch.Tensor, **others: Any) -> torch.Tensor | None:
     return a.new_empty(a.shape[0], b.shape[1]) if fit and a.is_meta and b.is_meta and not others else None
 
 
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **others: Any) -> torch.Tensor | None:
+    out = _mm(a, b, **others)
+    fits = out is not None and bias.is_meta and bias.shape == out.shape[1:] and bias.dtype == a.dtype
+    return out if fits else None
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor, **others: Any) -> torch.Tensor | None:
+    fit = a.ndim == b.ndim == 3 and (a.shape[0], a.shape[2], a.dtype) == (*b.shape[:2], b.dtype)
+    return b.new_empty(a.shape[0], a.shape[1], b.shape[2]) if fit and a.is_meta and b.is_meta and not others else None
+
+
 def _embedding(weight: torch.Tensor, ids: torch.Tensor, *_: Any, **others: Any) -> torch.Tensor | None:
     return weight.new_empty([*ids.shape, weight.shape[1]]) if weight.is_meta and ids.is_meta else None
 
@@ -165,19 +220,29 @@ def _as_it_is(x: torch.Tensor, *_: Any, **others: Any) -> torch.Tensor | None:
     return x if x.is_meta else None
 
 
-_RESULTS: Mapping[Any, Callable[..., torch.Tensor | None]] = {
-    **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.neg.default), _of_numbers),
+_COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
+_RESULTS: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Scalar, _aten.neg.default), _of_numbers),
+    _aten.mul.Tensor: _product,
+    **dict.fromkeys((_aten.bitwise_not.default, _aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor), _of_bools),
     **dict.fromkeys(
         (_aten.div.Tensor, _aten.pow.Tensor_Scalar, _aten.pow.Scalar, _aten.reciprocal.default), _of_floats
     ),
     **dict.fromkeys((_aten.rsqrt.default, _aten.silu.default, _aten.sigmoid.default, _aten.tanh.default), _of_floats),
     **dict.fromkeys((_aten.cos.default, _aten.sin.default, _aten.exp.default), _of_floats),
-    **dict.fromkeys((_aten.le.Tensor, _aten.lt.Tensor, _aten.ge.Tensor, _aten.gt.Tensor, _aten.eq.Tensor), _compared),
+    **{getattr(getattr(_aten, name), kind): _compared for name in _COMPARISONS for kind in ("Tensor", "Scalar")},
     **dict.fromkeys((_aten.normal_.default, _aten.uniform_.default), _as_it_is),
     _aten.mean.dim: _mean,
+    _aten.gelu.default: _gelu,
+    _aten.native_layer_norm.default: _layer_norm,
     **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), _like),
     _aten.cat.default: _cat,
+    _aten.stack.default: _stack,
+    _aten.where.self: _where,
+    _aten.clamp.default: _clamp,
     _aten.mm.default: _mm,
+    _aten.addmm.default: _addmm,
+    _aten.bmm.default: _bmm,
     _aten.embedding.default: _embedding,
     **dict.fromkeys((_aten.arange.start, _aten.arange.start_step), _range),
     _aten.arange.default: _range_to,
