@@ -65,6 +65,7 @@ class GpuProfile(Benchmark):
         parser.add_argument("--batches", default="1,256", help="requests that decode (default: 1,256)")
         parser.add_argument("--what", default=",".join(WHAT), help=f"some of {','.join(WHAT)} (default: all)")
         parser.add_argument("--top", type=int, default=20, help="kernels with a row of their own (default: 20)")
+        parser.add_argument("--by-place", action="store_true", help="decode steps by a kernel's place in a layer too")
         Deadline.add_arguments(parser)
 
     def run(self, plan: Plan) -> Findings:
@@ -80,7 +81,7 @@ class GpuProfile(Benchmark):
         with tempfile.TemporaryDirectory(prefix="models-") as folder:
             for model in find_published(options.models):
                 if deadline.allows(model.name):
-                    cases = _cases(kinds, batches)
+                    cases = _cases(kinds, batches, options.by_place)
                     found, facts = _profile(spec, model, Path(folder), cases, plan.rounds, options.top)
                     measurements += found
         return Findings(
@@ -90,13 +91,13 @@ class GpuProfile(Benchmark):
         )
 
 
-def _cases(kinds: list[str], batches: list[int]) -> dict[str, Case]:
+def _cases(kinds: list[str], batches: list[int], by_place: bool) -> dict[str, Case]:
     """By name."""
     cases: dict[str, Case] = {}
     if "decode" in kinds:
         for batch in batches:
             tokens = PROMPT_TOKENS.get(batch, MANY_PROMPT_TOKENS)
-            arguments = {"batch": batch, "prompt_tokens": tokens, "num_steps": NUM_STEPS}
+            arguments = {"batch": batch, "prompt_tokens": tokens, "num_steps": NUM_STEPS, "by_place": by_place}
             cases[f"batch {batch}"] = Case("profile", arguments, A_STEP)
     if "prompts" in kinds:
         arguments = {"prompt_tokens": LONG_PROMPT_TOKENS, "num_steps": NUM_PROMPT_STEPS}
@@ -172,10 +173,11 @@ def grouped(kernels: list[tuple[str, float, float, float]]) -> dict[str, Kernels
 
 
 def short_name(name: str) -> str:
-    """Without return type, template arguments, parameters and anonymous namespaces."""
+    """Without return type, template arguments, parameters and anonymous namespaces; with its place in a layer."""
+    name, place = re.fullmatch(r"(.*?)( \+\d)?", name, re.DOTALL).groups(default="")  # type: ignore[union-attr]
     name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     name = re.split(r"[<(]", name, maxsplit=1)[0] or name
-    return name.replace("|", "/").replace("`", "'").replace(", ", ",")[:_LONGEST_NAME].strip()
+    return name.replace("|", "/").replace("`", "'").replace(", ", ",")[:_LONGEST_NAME].strip() + place
 
 
 def _conditions(dtype: str) -> list[str]:
@@ -186,5 +188,6 @@ def _conditions(dtype: str) -> list[str]:
         "the profiler.",
         "Kernels: their own durations by torch's profiler, which may overlap where one is launched before the one "
         "before it has ended; exclusive: from the end of all kernels before, so that these add up to the time in which "
-        "any ran. All are of a step, or of all requests, the number before a name how often it runs there.",
+        "any ran. All are of a step, or of all requests, the number before a name how often it runs there; +1 behind a "
+        "name: the first kernel behind attention.",
     ]

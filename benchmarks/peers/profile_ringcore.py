@@ -23,7 +23,10 @@ from ringcore.protocol import EngineCoreRequest
 PACKAGES = ("ringcore", "torch", "triton", "numpy")
 WARM_STEPS = 16  # of decoding, before any is looked at
 WARM_PROMPT_STEPS = 3
+MOST_PLACES = 9  # of a layer's kernels, attention being the first
 NEW_TOKENS = 1024  # more than are looked at: the first requests decode while the prompts of others are computed
+
+Events = list[tuple[str, float, float]]
 
 
 class ProfiledRingcore:
@@ -43,12 +46,12 @@ class ProfiledRingcore:
         self._on_gpu = settings["device"] == "cuda"
         return facts(PACKAGES, construct_s=time.perf_counter() - began_s)
 
-    def profile(self, batch: int, prompt_tokens: int, num_steps: int) -> dict[str, Any]:
+    def profile(self, batch: int, prompt_tokens: int, num_steps: int, by_place: bool = False) -> dict[str, Any]:
         """Decode steps of `batch` requests: microseconds a step by the clock without the profiler, and with it the
         device's span, the time of it in which any kernel ran, and (name, launches, microseconds, exclusive ones) a step
-        by kernel."""
+        by kernel. by_place: and by its place in a layer, see `placed`."""
         self._begin(batch, prompt_tokens)
-        found = self._looked_at(num_steps)
+        found = self._looked_at(num_steps, placed if by_place else list)
         self._finish()
         return found
 
@@ -120,14 +123,14 @@ class ProfiledRingcore:
         self._waiting.add(request.request_id)
         self._engine.add_request(request)
 
-    def _looked_at(self, num_steps: int) -> dict[str, Any]:
+    def _looked_at(self, num_steps: int, named: Callable[[Events], Events] = list) -> dict[str, Any]:
         def steps() -> None:
             for _ in range(num_steps):
                 self._engine.step()
 
-        return _summary(_clocked_us(steps), self._profiled(steps), num_steps)
+        return _summary(_clocked_us(steps), named(self._profiled(steps)), num_steps)
 
-    def _profiled(self, work: Callable[[], None]) -> list[tuple[str, float, float]]:
+    def _profiled(self, work: Callable[[], None]) -> Events:
         """(name, when it began in microseconds, for how many) of each kernel or copy on the device, in order."""
         import torch
         from torch.profiler import ProfilerActivity
@@ -162,7 +165,7 @@ def _clocked_us(work: Callable[[], None]) -> float:
     return (time.perf_counter() - began_s) * 1e6
 
 
-def _summary(clock_us: float, events: list[tuple[str, float, float]], num_steps: int) -> dict[str, Any]:
+def _summary(clock_us: float, events: Events, num_steps: int) -> dict[str, Any]:
     """A step's, of both."""
     span_us, exclusive_us = spans(events)
     launches: dict[str, float] = defaultdict(float)
@@ -180,7 +183,17 @@ def _summary(clock_us: float, events: list[tuple[str, float, float]], num_steps:
     }
 
 
-def spans(events: list[tuple[str, float, float]]) -> tuple[float, list[float]]:
+def placed(events: Events) -> Events:
+    """With how many kernels it comes behind the last kernel of attention as a part of each name: of a layer's two norms
+    one is behind o, the other behind down. What is no layer's has a name alone."""
+    named, place = [], MOST_PLACES
+    for name, *times in events:
+        place = 0 if "attention" in name else place + 1
+        named.append((f"{name} +{place}" if place < MOST_PLACES else name, *times))
+    return named
+
+
+def spans(events: Events) -> tuple[float, list[float]]:
     """(from the first beginning to the last end, of each the time behind the end of all before) in microseconds; of
     events in the order of their beginnings. Kernels overlap where one is launched before the one before it has ended:
     what they wait counts for the one that is waited for."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
+
+import triton
 
 from ringcore.kernels.experts_configs import grouped_tiles
 from ringcore.kernels.found_tiles import TileProblem
 from ringcore.kernels.skinny_configs import MAX_ROWS
 from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig, TmaConfig, padded_rows
 from ringcore.kernels.skinny_times import DENSE_NUMBERS, H200, NUM_SMS, Numbers
-from ringcore.kernels.tma_configs import MAX_TMA_ROWS
+from ringcore.kernels.tma_configs import MAX_PROGRAMS, MAX_TMA_ROWS, with_deepest_ring
 
 __all__ = ["Kernel", "Linear", "block_rows", "can_run", "candidates", "first_kernels", "grouped_candidates", "near"]
 
@@ -23,6 +26,7 @@ _BYTES = 2  # of a number: skinny linears are 16-bit
 _EXPANDED_ROWS = 32  # of more an expansion of packed weights before cuBLAS may be worth it
 _FEW_ROWS = 8  # for which the model of times is fitted; for more it ranks tiles as for so many
 _PREFETCHED_INPUTS = 512
+_BESIDE_TMA = 2  # of those by the model of times
 
 
 class Linear(Protocol):
@@ -49,8 +53,10 @@ def candidates(linear: Linear, kind: str, numbers: Numbers, chosen: Kernel, limi
         others = [kernel for kernel in first_kernels(linear, chosen) if kernel != chosen]
         around = near(chosen, linear) + [one for other in others for one in (other, *near(other, linear))]
         is_few = linear.num_rows <= _MAX_FMA_ROWS
-        # Few rows: FMA and tensor cores by turns; more: those by the model, then what is near the choice.
-        found += [None, *(_by_turns(around, by_model) if is_few else [*by_model[: limit // 2], *around, *by_model])]
+        # Few rows: FMA and tensor cores by turns; more: those by the model, then what is near the choice. By TMA other
+        # tiles are seldom slower than all of the model's.
+        first = _BESIDE_TMA if isinstance(chosen, TmaConfig) else limit // 2
+        found += [None, *(_by_turns(around, by_model) if is_few else [*by_model[:first], *around, *by_model])]
     elif chosen is not None:
         found += [None] if kind == "packed" and linear.num_rows > _EXPANDED_ROWS else []
         found += [one for one in near(chosen, linear, numbers) if _keeps_groups(one, chosen, kind)]
@@ -113,7 +119,7 @@ def first_kernels(linear: Linear, chosen: Kernel) -> list[Kernel]:
 
 
 def near(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> list[Kernel]:
-    """Those that differ in one number, by a factor of 2."""
+    """Those that differ in one number, by a factor of 2; by TMA those of other tiles and numbers of programs too."""
     found: list[Kernel] = []
 
     def vary(name: str, numbers: Iterable[int]) -> None:
@@ -141,12 +147,22 @@ def near(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> li
             vary("prefetched_inputs", (0 if kernel.prefetched_inputs else _PREFETCHED_INPUTS,))
             vary("block_rows", _around(kernel.block_rows, 16, 128))
         case TmaConfig():
-            vary("num_stages", (n for n in (kernel.num_stages - 2, kernel.num_stages + 2) if n > 2))
+            vary("num_stages", (n for n in (kernel.num_stages - 1, kernel.num_stages - 2) if n > 2))
             vary("splits", _around(kernel.splits, 1, 8))
-            vary("programs_per_sm", (n for n in (kernel.programs_per_sm - 1, kernel.programs_per_sm + 1) if n > 0))
-            vary("block_inputs", _around(kernel.block_inputs, 64, 128))
-            vary("block_weights", _around(kernel.block_weights, 64, 128))
+            found += _rings(kernel, linear, numbers)
     return [one for one in found if can_run(one, linear, numbers)]
+
+
+def _rings(kernel: TmaConfig, linear: Linear, numbers: Numbers) -> Iterator[TmaConfig]:
+    """Other tiles with the deepest ring, by any number of programs that all have one: first by as many, or one less."""
+    weights = linear.num_outputs * (2 if linear.is_gated else 1)
+    by_distance = sorted(range(1, MAX_PROGRAMS + 1), key=lambda n: abs(n - kernel.programs_per_sm + 0.5))
+    for programs, block_weights, block_inputs in itertools.product(by_distance, (64, 128), (128, 64)):
+        if triton.cdiv(weights, block_weights) * kernel.splits > (programs - 1) * NUM_SMS:
+            tile = {"block_weights": block_weights, "block_inputs": block_inputs, "programs_per_sm": programs}
+            found = with_deepest_ring(replace(kernel, **tile), linear.num_rows, int(numbers.bytes))
+            if found not in (None, kernel):
+                yield found
 
 
 def _around(number: int, low: int, high: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -14,6 +15,7 @@ from ringcore.kernels.skinny_tiles import Config, TmaConfig, padded_rows
 from ringcore.kernels.skinny_times import NUM_SMS
 
 __all__ = [
+    "MAX_PROGRAMS",
     "MAX_TMA_ROWS",
     "choose_on_hopper",
     "choose_rounded_on_hopper",
@@ -22,13 +24,14 @@ __all__ = [
     "has_wgmma",
     "rounded_chooser",
     "tma_config",
+    "with_deepest_ring",
 ]
 
 _FEW_ROWS, _SOME_ROWS, MAX_TMA_ROWS = 16, 32, 64
 _TILE, _WIDE_TILE = 64, 128
 _BLOCKS_OF_INPUTS = {2: (128, 64), 1: (128,)}  # by bytes of a number: 64 where 128 leaves too few stages, or splits
 _FP8_INPUTS = 128
-_MAX_PROGRAMS = 3  # of an SM
+MAX_PROGRAMS = 3  # of an SM
 _RING_BYTES = {1: 192 << 10, 2: 110 << 10, 3: 73 << 10}  # of a program, by programs of an SM
 _MIN_STAGES, _MAX_STAGES = 3, 16  # the latter of one byte a number
 _FILLED, _LESS_FILLED, _MIN_FILLED, _FP8_FILLED = 0.7, 0.6, 0.45, 1.4  # items for an SM
@@ -123,11 +126,14 @@ def laid_out(
     programs = _programs_per_sm(items)
     if programs is None:
         return None
-    stage_bytes = block_inputs * number_bytes * (tile + padded_rows(num_rows))
-    num_stages = min(_MAX_STAGES // number_bytes, _RING_BYTES[programs] // stage_bytes)
-    if num_stages < _MIN_STAGES:
-        return None
-    return TmaConfig(tile, block_inputs, num_stages, splits, programs)
+    return with_deepest_ring(TmaConfig(tile, block_inputs, 0, splits, programs), num_rows, number_bytes)
+
+
+def with_deepest_ring(config: TmaConfig, num_rows: int, number_bytes: int = 2) -> TmaConfig | None:
+    """None: it would be too short."""
+    stage_bytes = config.block_inputs * number_bytes * (config.block_weights + padded_rows(num_rows))
+    num_stages = min(_MAX_STAGES // number_bytes, _RING_BYTES[config.programs_per_sm] // stage_bytes)
+    return replace(config, num_stages=num_stages) if num_stages >= _MIN_STAGES else None
 
 
 def _splits(tiles: int, blocks: int, enough: float, most: int) -> int:
@@ -138,9 +144,9 @@ def _splits(tiles: int, blocks: int, enough: float, most: int) -> int:
 
 def _programs_per_sm(items: int) -> int | None:
     """One item for each program, or about as many for each."""
-    if items <= _MAX_PROGRAMS * NUM_SMS:
+    if items <= MAX_PROGRAMS * NUM_SMS:
         return triton.cdiv(items, NUM_SMS)
-    for programs in range(_MAX_PROGRAMS, 0, -1):
+    for programs in range(MAX_PROGRAMS, 0, -1):
         if items >= _EVEN * triton.cdiv(items, programs * NUM_SMS) * programs * NUM_SMS:
             return programs
     return None

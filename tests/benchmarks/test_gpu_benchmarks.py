@@ -29,7 +29,7 @@ from benchmarks.harness import engine_specs
 from benchmarks.models import MODELS, find_published
 from benchmarks.peers.gpu_loops import EngineChild, offline_lengths, offline_workload, shared_lengths, shared_workload
 from benchmarks.peers.gpu_ringcore import engine_options
-from benchmarks.peers.profile_ringcore import spans
+from benchmarks.peers.profile_ringcore import placed, spans
 from benchmarks.result import FAILED, Findings
 
 MACHINE = Ceilings(read_bytes_per_s=4.69e12, gemm_flops_per_s=687e12)
@@ -197,6 +197,15 @@ def test_a_fast_engine_that_leaves_tokens_out_is_found() -> None:
 def test_the_time_that_kernels_run_counts_overlaps_once() -> None:
     events = [("a", 0.0, 10.0), ("b", 4.0, 2.0), ("c", 8.0, 4.0), ("d", 20.0, 5.0)]
     assert spans(events) == (25.0, [10.0, 0.0, 2.0, 5.0]), "c waits for a"
+
+
+def test_kernels_are_told_by_their_place_in_a_layer() -> None:
+    names = ["embed", "norm", "the_attention<1>", "f<2>(int)", "norm", "the_attention<1>", "f<2>(int)", *"abcdefgh"]
+    events = placed([(name, float(at), 0.5) for at, name in enumerate(names)])
+    assert events[3] == ("f<2>(int) +1", 3.0, 0.5)
+    shown = [short_name(name) for name, *_ in events]
+    assert shown[:5] == ["embed", "norm", "the_attention +0", "f +1", "norm +2"]
+    assert shown[5:] == ["the_attention +0", "f +1", "a +2", "b +3", "c +4", "d +5", "e +6", "f +7", "g +8", "h"]
 
 
 def test_kernels_are_grouped_by_what_remains_of_their_names() -> None:
@@ -411,12 +420,12 @@ def test_a_profile_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         "tiny, batch 2, a step on the device, µs",
         "tiny, batch 2, of it without a kernel, µs",
     ]
-    assert len(rows) == 4 * (3 + 1 + 3 + 1)
+    assert len(rows) == 4 * (3 + 1 + 2 * 3 + 1)
     for case in ("batch 2", "prompts of 40 tokens"):
         assert rows[f"tiny, {case}, a step on the device, µs"]["ringcore"][0] > 0
     for case in ("offline, 2 requests", "2 requests that share 1,000 tokens"):
         assert rows[f"tiny, {case}, all requests on the device, ms"]["ringcore"][0] > 0
-    options = "--batches=2", "--what=decode", "--deterministic"
+    options = "--batches=2", "--what=decode", "--deterministic", "--by-place"
     assert list(run(GpuProfile, engine_specs([], "eager"), *CPU, *options).engines) == ["ringcore deterministic"]
     with pytest.raises(BenchmarkError, match="--what"):
         run(GpuProfile, engine_specs([], "eager"), *CPU, "--what=paper")

@@ -400,3 +400,12 @@ def test_neighbours_of_a_tile_by_tma(number_bytes: int) -> None:
         assert one.programs_per_sm * (one.num_stages * stage_bytes + 1200) <= 227 << 10
         assert 4096 % (one.block_inputs * one.splits) == 0
         assert number_bytes == 2 or one.block_inputs == chosen.block_inputs
+
+
+@pytest.mark.parametrize(("num_rows", "best"), [(8, (128, 128, 3)), (32, (128, 64, 5))])
+def test_wide_tiles_by_tma_are_tried(num_rows: int, best: tuple[int, int, int]) -> None:
+    """Those with which gate and up of Qwen3-4B, of 304 tiles by the rule, are 3% faster on an H200."""
+    chosen = tma_config(9728, 2560, num_rows, is_gated=True)
+    linear = tile_search._Linear(9728, 2560, True, num_rows)
+    found = candidates(linear, "dense", DENSE_NUMBERS, chosen, 12)
+    assert TmaConfig(*best, 1, programs_per_sm=2) in found
