@@ -16,6 +16,7 @@ from ringcore.model_executor.models.transformers.meta_shapes import MetaShapes
 
 BINARY = (torch.add, torch.sub, torch.mul, torch.div, torch.le, torch.lt, torch.ge, torch.gt, torch.eq, torch.ne)
 UNARY = (torch.neg, torch.rsqrt, torch.sigmoid, torch.tanh, torch.cos, torch.sin, torch.exp, torch.reciprocal)
+EVERY_SHAPE = (torch.add, torch.gt)  # with every other; those of other functions are found by the same code
 SHAPES = ((2, 3, 5, 8), (1, 1, 5, 8), (5, 8), (8,), (), (2, 3, 1, 1), (4, 8), (0, 8))
 
 
@@ -51,7 +52,8 @@ def check(call: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("function", BINARY, ids=lambda one: one.__name__)
 def test_of_two(function: Callable[..., torch.Tensor]) -> None:
     for dtype, other in ((torch.float32, torch.float32), (torch.int64, torch.int64), (torch.bfloat16, torch.float32)):
-        for shape, second in itertools.product(SHAPES, SHAPES):
+        shapes = SHAPES if function in EVERY_SHAPE else SHAPES[1:5]
+        for shape, second in itertools.product(SHAPES if function in EVERY_SHAPE else SHAPES[:1], shapes):
             for a, b in itertools.product(layouts(shape, dtype), layouts(second, other)):
                 check(lambda a=a, b=b: function(a, b))
     for a, number in itertools.product(layouts((2, 3, 5, 8), torch.bfloat16), (2, 0.5, True)):
