@@ -94,7 +94,8 @@ def add_drafts(
 
     Their drafts take what `plan` leaves of the token budget and of the free blocks, at most `max_row_tokens` tokens in
     a row: no request computes less, or is preempted, for the drafts of another. lookahead: positions behind a row's
-    drafts that get blocks too, where that many are free.
+    drafts that get blocks too, where that many are free; with them a row has at most `max_row_tokens`, for which it was
+    admitted.
     """
     positions = slice(plan.num_running) if plan.positions is None else plan.positions
     num_tokens, total = running.computed[positions] + 1, running.total[positions]
@@ -102,7 +103,8 @@ def add_drafts(
     drafts = _in_order(np.where(num_tokens == total, most - 1, 0), plan.token_budget)
     capacity, rows = running.capacity[positions], running.row[positions]
     ends = num_tokens + drafts
-    ahead = np.where(drafts > 0, np.minimum(ends + lookahead, running.max_total[positions]), ends)
+    behind = num_tokens + np.minimum(drafts + lookahead, max_row_tokens - 1)
+    ahead = np.where(drafts > 0, np.minimum(behind, running.max_total[positions]), ends)
     wanted = next((one for one in (ahead, ends) if _fit(kv_cache, rows, one, capacity)), None)
     if wanted is None:
         drafts = np.where(ends > capacity, capacity - num_tokens, drafts)  # into the slots that they have

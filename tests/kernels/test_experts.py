@@ -479,7 +479,7 @@ def test_they_compile_for_sm90(tmp_path):
                 routing = Routing(torch.zeros(n, 4, dtype=torch.long), empty(n, 4))
                 experts(empty(n, 512), routing, biased, gate, add_to=torch.empty(n, 512))
                 experts(empty(n, 512), routing, packed, gates[0], add_to=torch.empty(n, 512))
-            for n in (1, 64):
+            for n in (1, 64, 128):
                 form = RouterForm(8, True)
                 route(empty(n, 2048), empty(128, 2048), form, counters=torch.zeros(64, dtype=torch.int32))
             plain = ExpertMatrices(*(DenseExperts(empty(*shape)) for shape in ((32, 1024, 512), (32, 512, 512))))
@@ -490,8 +490,10 @@ def test_they_compile_for_sm90(tmp_path):
             text = kernel.preload(variant.specialization).asm["ptx"]
             print(kernel.__name__, "wgmma" in text, ".local" in text)
     """
-    kernels = {"_sort_kernel False False": 2, "grouped_kernel True False": 12, "weighted_sum_kernel False False": 2}
-    kernels |= {f"{name} False False": 1 for name in ("_logits_kernel", "_choose_kernel", "router_row_kernel")}
+    kernels = {"_items_kernel False False": 2, "grouped_kernel True False": 12, "weighted_sum_kernel False False": 2}
+    kernels |= {"router_row_kernel False False": 2} | {
+        f"_{name}_kernel False False": 1 for name in ("logits", "choose")
+    }
     kernels |= {f"expert_{name}_kernel False False": 1 for name in ("gate", "down")}
     assert Counter(run(script, tmp_path).splitlines()) == kernels
 

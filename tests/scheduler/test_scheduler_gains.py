@@ -182,6 +182,15 @@ class TestLookahead:
         engine.add("a", A, seed=1, max_tokens=20)
         assert self.capacity(engine) == [4 * blocks]
 
+    def test_a_step_with_them_has_at_most_the_tokens_of_a_row(self):
+        """For which a row with a window was admitted: here 4, which are its last token and 3 drafts."""
+        engine = Driver(num_blocks=40, max_gain=4, speculative=HEAD, chunk=4)
+        engine.add("a", A, seed=1, max_tokens=20)
+        for _ in range(2):  # its prompt
+            engine.step()
+        assert engine.schedule().max_gained.tolist() == [4]
+        assert engine.kv_cache.capacity[:1].tolist() == [12]
+
     def test_not_behind_the_end(self):
         engine = Driver(num_blocks=40, max_gain=4, speculative=HEAD)
         engine.add("a", A, seed=1, max_tokens=4)

@@ -180,7 +180,7 @@ def test_the_kernels_of_whole_experts_are_found(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | experts | {"max_position_embeddings": 512}))
     names = run(EXPERTS_SCRIPT.format(model=str(folder)), tmp_path / "cache").split()
-    assert {"_combine_kernel", "_place_kernel", "_sort_kernel", "grouped_kernel"} <= set(names)
+    assert {"_combine_kernel", "_place_kernel", "_items_kernel", "grouped_kernel"} <= set(names)
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 20, 128])
