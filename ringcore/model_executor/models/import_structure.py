@@ -14,7 +14,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
@@ -95,8 +95,9 @@ def _installed() -> str:
     """Another where other distributions, or other versions, are installed."""
     found = []
     for place in map(Path, sys.path):  # "": the working directory
-        infos = [entry for entry in place.iterdir() if entry.name.endswith(_INFO)] if place.is_dir() else [place]
-        found += sorted(f"{one} {one.stat().st_mtime_ns}" for one in infos if one.exists())
+        with suppress(OSError):  # what cannot be read, Python leaves out too
+            infos = [entry for entry in place.iterdir() if entry.name.endswith(_INFO)] if place.is_dir() else [place]
+            found += sorted(f"{one} {one.stat().st_mtime_ns}" for one in infos)
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 

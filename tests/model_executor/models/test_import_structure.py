@@ -139,6 +139,7 @@ def test_packages_are_asked_for_once_until_others_are_installed(made, monkeypatc
     (made.parent / "one-1.0.dist-info").rename(made.parent / "one-1.1.dist-info")
     assert found() == {"package": ["Distribution-3"]}
     (made.parent / "other").mkdir()  # of no distribution
+    monkeypatch.setattr(sys, "path", [*sys.path, "/proc/self/task/0/no", "/nowhere"])
     assert found() == {"package": ["Distribution-3"]}
 
 
