@@ -29,11 +29,11 @@ FILES: dict[str, tuple[int, str]] = {
     "engine_core/transport/channel.py": (318, "both ends of one channel"),
     "model_executor/sampler.py": (312, "the reference of sampling: filters, the draw and log-probabilities"),
     "openai_api/answers.py": (320, "every kind of answer"),
-    "kernels/paged_attention_decode.py": (322, "one kernel and its launch, whose arguments take a line each"),
 }
 FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/qk_norm_rope.py:qk_norm_rope": (66, "a launch: the checks of its tensors, and an argument a line"),
-    "kernels/paged_attention_decode.py:paged_attention_decode": (69, "a launch, as above"),
+    "kernels/paged_attention_decode.py:_launch_by_tiles": (60, "a launch, as above"),
+    "kernels/paged_attention_decode.py:_launch_by_warps": (60, "a launch, as above"),
     "kernels/paged_attention_prefill.py:paged_attention_prefill": (68, "a launch, as above"),
     "kernels/latent_attention_decode.py:latent_attention_decode": (46, "a launch, as above"),
     "kernels/latent_rows.py:latent_rows": (42, "a launch, as above"),

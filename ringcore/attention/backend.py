@@ -79,11 +79,14 @@ class PagedBackend(ABC):
         self,
         seq_lens: torch.Tensor,  # [num_seqs] int32
         block_table: torch.Tensor,  # [num_seqs, max_num_blocks] int32
+        *,
+        one_token_each: bool = False,
     ) -> object | None:
         """`plan` for one token per sequence, from lengths that only the device knows, and that a CUDA graph reads again
         in every replay. An empty sequence, at any index, is padding or a stopped row: `forward` may leave its output
-        row unwritten, and gives the other rows the same results as without it. None: the backend needs the lengths on
-        the host.
+        row unwritten, and gives the other rows the same results as without it. one_token_each: no two sequences are of
+        one request, so all tokens but the last of each were written before the step. None: the backend needs the
+        lengths on the host.
         """
         return None
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from ringcore.kernels.fp8_kv import expand_codes, load_exponents, multiplies_codes, power_of_2, weighted_codes
 from ringcore.kernels.row_dot import are_few, dot_of_rows, load_factor
 
-__all__ = ["MASK_VALUE", "attend_tile", "score_factors", "sink_share", "tile_blocks", "token_offsets"]
+__all__ = ["MASK_VALUE", "attend_tile", "capped", "score_factors", "sink_share", "tile_blocks", "token_offsets"]
 
 MASK_VALUE = tl.constexpr(-1e30)  # of a masked score: finite, so that a tile whose scores are all masked gives no NaN
 
@@ -130,8 +130,8 @@ def attend_tile(
             factors = factors[None, :] if are_few(num_rows) else factors[:, None]
             values = (expand_codes(values, tl.float32) * factors).to(query.dtype)
         scores = dot_of_rows(query, keys if are_few(num_rows) else tl.trans(keys), no_scores)
-    if softcap_log2 is not None:  # cap * tanh(score / cap): tanh(x) = 1 - 2 / (1 + exp(2 x)), which overflows to 1
-        scores = softcap_log2 - 2.0 * softcap_log2 / (1.0 + tl.exp2(scores * scale_log2))
+    if softcap_log2 is not None:
+        scores = capped(scores, scale_log2, softcap_log2)
     if masked:
         tokens = start + tl.arange(0, tile_tokens)
         visible = tokens[None, :] <= positions
@@ -164,6 +164,12 @@ def attend_tile(
     else:
         acc = dot_of_rows(weights.to(values.dtype), values, acc * rescale[:, None])
     return new_max, row_sum, acc
+
+
+@triton.jit
+def capped(scores, scale_log2, softcap_log2):
+    """cap * tanh(score / cap), in base 2: tanh(x) = 1 - 2 / (1 + exp(2 x)), which overflows to 1."""
+    return softcap_log2 - 2.0 * softcap_log2 / (1.0 + tl.exp2(scores * scale_log2))
 
 
 @triton.jit

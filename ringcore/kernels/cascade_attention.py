@@ -33,7 +33,7 @@ from ringcore.kernels.shared_prefixes import (
     SharedPrefixes,
 )
 
-__all__ = ["PREFIXES", "PrefixTensors", "attend_shared_prefixes", "merge_prefix"]
+__all__ = ["PREFIXES", "PrefixTensors", "attend_shared_prefixes", "load_unit", "merge_prefix"]
 
 # What one launch does: the shared prefixes, a barrier, and what follows them; or one of both.
 BOTH = tl.constexpr(0)
@@ -46,7 +46,7 @@ _STAGES = tl.constexpr(4)
 
 
 @triton.jit
-def _load_unit(units, unit, num_units):
+def load_unit(units, unit, num_units):
     """The fields of a unit's record, in their order; zeros of one that there is not. (.cg: as for `load_range`.)"""
     record = units + (1 + unit) * UNIT
     mask = unit < num_units
@@ -88,7 +88,7 @@ def _attend_unit(
     v_width: tl.constexpr,
     tile_tokens: tl.constexpr,
 ):
-    """unit: as of `_load_unit`."""
+    """unit: as of `load_unit`."""
     kv_head, first_member, end_member, leader, first_tile, end_tile, span = unit
     row = tl.arange(0, unit_rows)
     dim = tl.arange(0, width)[None, :]
@@ -159,7 +159,7 @@ def attend_shared_prefixes(
     """
     # Per step, like the schedule: read before the wait, so that a step without units waits for nothing more.
     num_units = tl.load(units, cache_modifier=".cg")
-    unit = _load_unit(units, tl.program_id(0), num_units)
+    unit = load_unit(units, tl.program_id(0), num_units)
     if pdl:
         gdc_wait()
     if passes != OWN_TOKENS:
@@ -169,7 +169,7 @@ def attend_shared_prefixes(
                 query_stride, table_stride, num_kv_heads, group, UNIT_ROWS, block_size, head_size, v_head_size,
                 token_stride, value_offset, head_stride, page_size, width, v_width, tile_tokens,
             )  # fmt: skip
-            unit = _load_unit(units, at + tl.num_programs(0), num_units)
+            unit = load_unit(units, at + tl.num_programs(0), num_units)
     if passes == BOTH:
         is_over = num_units <= 0
         if num_units > 0:

@@ -1,4 +1,4 @@
-"""The tiles of split-KV decode attention, and how many programs run at once."""
+"""The tiles of split-KV decode attention, how many programs run at once, and which kernel it is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ringcore.kernels.dependent_launch import supports_pdl
 from ringcore.kernels.page_layout import padded_head_size
 
 __all__ = ["DecodeTiling"]
@@ -13,6 +14,7 @@ __all__ = ["DecodeTiling"]
 _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
 _FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
 _SOME_SEQS = 32
+_WARP_WIDTHS = (64, 128)  # head sizes
 _WIDE_TOKEN, _FEW_ROWS = 128, 8  # bytes of a key in FP8, rows of a tile: up to them two warps have enough registers
 
 
@@ -26,6 +28,36 @@ class DecodeTiling(NamedTuple):
     min_tiles: int  # of a range: shorter ones save less reading than their combine costs
     partials_per_round: int  # partials of a work item that the combine loads together
     rows: int = 8  # of a tile of queries, at least
+    by_warps: bool = False  # by `warp_split_decode`
+
+    @classmethod
+    def choose_by_warps(
+        cls, num_seqs: int, sizes: tuple[int, int], dtype: torch.dtype, group: int, device: torch.device
+    ) -> DecodeTiling | None:
+        """For `warp_split_decode`. sizes: of a key and of a value of a head. None: it does not serve these.
+
+        Microseconds that attention adds to a layer of a CUDA graph (QKV product, rotation, output projection) of
+        Qwen3-4B on an H200, first by `choose`:
+
+            | tiling             | 1 x 150 | 4 x 550 | 8 x 550 | 16 x 550 | 32 x 550 | 1 x 2,500 | 8 x 1,300 |
+            | `choose`           |     5.2 |     7.1 |    10.4 |     14.8 |     21.2 |       9.1 |      16.1 |
+            | (64, 4, 3, 1, 3)   |     3.0 |     5.5 |     8.1 |     11.2 |     23.8 |       7.5 |      14.1 |
+            | (64, 4, 3, 2, 2)   |     4.5 |     7.1 |     7.4 |     11.7 |     18.9 |       9.8 |      13.8 |
+            | (128, 8, 3, 1, 2)  |     4.0 |     5.8 |     8.7 |     11.8 |     23.0 |       8.6 |      13.9 |
+
+        Two stages in place of three are as fast to within 5%; two warps are slower in most cases. A dependent launch
+        after the wait, or after the loop, is slower by 1 to 2 us. With one sequence a range of fewer tiles costs more
+        to combine than it saves.
+        """
+        width, v_width = sizes
+        fits = width == v_width in _WARP_WIDTHS and dtype.itemsize == 2 and group <= _FEW_ROWS
+        if not (fits and device.type == "cuda" and supports_pdl(device)):
+            return None
+        stages = 3 * 128 // width
+        if num_seqs <= _FEW_SEQS:
+            return cls(64, 4, stages, 1, 3, 16, by_warps=True)
+        # A kernel has one carve-out, so these are not partials_per_round of the other.
+        return cls(64, 4, stages, 2, 2, 4, by_warps=True)
 
     @classmethod
     def choose(

@@ -23,15 +23,24 @@ import triton.language as tl
 from ringcore.kernels.attention_spans import merge_partials
 from ringcore.kernels.attention_tile import MASK_VALUE, sink_share
 
-__all__ = ["UNWRITTEN", "combine_partials", "pack_partial"]
+__all__ = [
+    "MAX_READS",
+    "UNWRITTEN",
+    "UNWRITTEN_NUMBER",
+    "ZERO_PARTIAL",
+    "combine_partials",
+    "pack_partial",
+    "partial_lse",
+    "partial_number",
+]
 
 UNWRITTEN = tl.constexpr(-1)  # sentinel of an unwritten element: 64 bits that `pack_partial` never returns
-_UNWRITTEN_NUMBER = tl.constexpr(0xFFFFFFFF)  # its lower half, which `pack_partial` never returns either
+UNWRITTEN_NUMBER = tl.constexpr(0xFFFFFFFF)  # its lower half, which `pack_partial` never returns either
 # `pack_partial(0, MASK_VALUE)`, a partial of weight 0.
-_ZERO_PARTIAL = tl.constexpr(struct.unpack("i", struct.pack("f", MASK_VALUE.value))[0] << 32)
+ZERO_PARTIAL = tl.constexpr(struct.unpack("i", struct.pack("f", MASK_VALUE.value))[0] << 32)
 
 # About a second. A program that has not written by then never will: the result is NaN, and the device does not hang.
-_MAX_READS = tl.constexpr(1 << 21)
+MAX_READS = tl.constexpr(1 << 21)
 
 
 @triton.jit
@@ -45,12 +54,14 @@ def pack_partial(number, log_sum_exp):
 
 
 @triton.jit
-def _log_sum_exp(word):
+def partial_lse(word):
+    """The log-sum-exp of a `pack_partial`."""
     return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _number(word):
+def partial_number(word):
+    """The number of a `pack_partial`."""
     return word.to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -93,34 +104,34 @@ def combine_partials(
         for _ in tl.static_range(per_round):
             words += [tl.zeros([rows, width], tl.int64)]
         reads = 0
-        while reads < _MAX_READS:
+        while reads < MAX_READS:
             words = []
             for k in tl.static_range(per_round):
                 element = first if k == 0 else elements + k * stride
                 in_bounds = in_bounds_row if k == 0 else in_bounds_row & (k < left)
                 # Volatile: each read bypasses the L1 cache of the SM.
-                words += [tl.load(element, mask=in_bounds, other=_ZERO_PARTIAL, volatile=True)]
+                words += [tl.load(element, mask=in_bounds, other=ZERO_PARTIAL, volatile=True)]
             largest = tl.zeros([rows, width], tl.uint32)
             for k in tl.static_range(per_round):
                 largest = tl.maximum(largest, words[k].to(tl.uint32))
-            reads = tl.where(tl.max(largest, axis=None) == _UNWRITTEN_NUMBER, reads + 1, _MAX_READS)
+            reads = tl.where(tl.max(largest, axis=None) == UNWRITTEN_NUMBER, reads + 1, MAX_READS)
         new_max = lse_max
         for k in tl.static_range(per_round):
             element = first if k == 0 else elements + k * stride
             in_bounds = in_bounds_row if k == 0 else in_bounds_row & (k < left)
             tl.store(element, tl.full([rows, width], UNWRITTEN, tl.int64), mask=in_bounds)
-            new_max = tl.maximum(new_max, _log_sum_exp(words[k]))
+            new_max = tl.maximum(new_max, partial_lse(words[k]))
         if in_order:
             for k in tl.static_range(per_round):
-                acc, lse_max = merge_partials(acc, lse_max, _number(words[k]), _log_sum_exp(words[k]))
+                acc, lse_max = merge_partials(acc, lse_max, partial_number(words[k]), partial_lse(words[k]))
         else:
             rescale = tl.exp2(lse_max - new_max)
             weight_sum *= rescale
             acc *= rescale
             for k in tl.static_range(per_round):
-                share = tl.exp2(_log_sum_exp(words[k]) - new_max)
+                share = tl.exp2(partial_lse(words[k]) - new_max)
                 weight_sum += share
-                acc += _number(words[k]) * share
+                acc += partial_number(words[k]) * share
             lse_max = new_max
         elements += per_round * stride
     if not in_order:

@@ -81,7 +81,7 @@ def test_what_is_compiled_is_left_out_too(tmp_path):
 
 FAILING = """
     import torch, triton_for_sm90
-    from ringcore.kernels import activation, paged_attention_decode, precompile, rms_norm, sampling
+    from ringcore.kernels import activation, paged_decode_kernel, precompile, rms_norm, sampling
     from ringcore.kernels.precompile import Variant, intercept_launches, compile_variants
 
     with intercept_launches() as intercepted:
@@ -107,7 +107,7 @@ FAILING = """
         "one": activation._activate_and_multiply_kernel,
         "two": sampling._row_kernel,
         "three": rms_norm._rms_norm_kernel,
-        "four": paged_attention_decode._paged_attention_decode,
+        "four": paged_decode_kernel.paged_decode_kernel,
     }
     compile_variants([Variant(kernel, name) for name, kernel in kernels.items()], torch.device("cpu"), 1)
     print(*names)
@@ -129,9 +129,9 @@ def test_what_fails_to_compile_is_raised_when_the_others_are_compiled(failing):
 
 def test_the_longest_come_first_and_what_the_parser_lost_comes_again(failing):
     (_, told), _ = failing
-    kernels = {"_paged_attention_decode", "_row_kernel", "_activate_and_multiply_kernel", "_rms_norm_kernel"}
+    kernels = {"paged_decode_kernel", "_row_kernel", "_activate_and_multiply_kernel", "_rms_norm_kernel"}
     names = told.split()
-    assert {*names[0:4:2]} == {"_paged_attention_decode", "_row_kernel"}
+    assert {*names[0:4:2]} == {"paged_decode_kernel", "_row_kernel"}
     assert {*names[0:8:2]} == {*names[8:]} == kernels
     assert len(names) == 12
 

@@ -18,7 +18,9 @@ __all__ = ["rows_on_device"]
 class PlansOnDevice(TorchSdpaBackend):
     """It may read the numbers when it plans, since on a CPU there is no graph that would keep them."""
 
-    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> object:
+    def plan_on_device(
+        self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, one_token_each: bool = False
+    ) -> object:
         lens = seq_lens.clamp(min=1).numpy()  # of padding it sees a token of the null block
         return self.plan(
             AttentionMetadata(

@@ -57,9 +57,7 @@ def config_of(folder: str, **options) -> EngineConfig:
 def test_every_kernel_of_a_step_is_found(tiny_llama, tmp_path, max_num_seqs):
     folder, _ = tiny_llama
     names, numbers = run(SCRIPT.format(model=folder, max_num_seqs=max_num_seqs), tmp_path).splitlines()
-    assert {"_paged_attention_decode", "_paged_attention_prefill", "_prepare_decode", "_finish_rows"} <= set(
-        names.split()
-    )
+    assert {"paged_decode_kernel", "_paged_attention_prefill", "_prepare_decode", "_finish_rows"} <= set(names.split())
     assert {"_plan_decode", "_qk_norm_rope_kernel", "_row_kernel", "_adjust_kernel", "_count_kernel"} <= set(
         names.split()
     )
@@ -101,7 +99,7 @@ def test_every_kernel_of_latent_attention_is_found(tmp_path):
     names = run(LATENTS_SCRIPT.format(model=str(folder)), tmp_path / "cache").split()
     assert {"_latent_attention_decode", "_latent_rows_kernel", "_rotate_heads_kernel", "_plan_decode"} <= set(names)
     assert {"_paged_attention_prefill", "_kv_write_kernel"} <= set(names)
-    assert "_paged_attention_decode" not in names
+    assert "paged_decode_kernel" not in names
 
 
 RANKS_SCRIPT = """

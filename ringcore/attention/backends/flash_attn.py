@@ -94,7 +94,9 @@ class FlashAttnBackend(AttentionBackend):
             sums = upload(array, metadata.slot_mapping.device)
         return _Step(tensors, sums, metadata.max_seq_len)
 
-    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step | None:
+    def plan_on_device(
+        self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, one_token_each: bool = False
+    ) -> _Step | None:
         if not self._is_version_3:  # version 2 must know the longest sequence
             return None
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)

@@ -51,6 +51,7 @@ class _Decodes:
     block_table: torch.Tensor  # [num_decodes or more, max_num_blocks] int32
     tile_scheduler: DecodeTileScheduler  # planned for these sequences
     shared: SharedPrefixes | None
+    reads_early: bool  # of `paged_attention_decode`
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class TritonBackend(AttentionBackend):
         self._gather_padded_kv, self._pad_prompts = prompt_padding.gather_padded_kv, prompt_padding.pad_prompts
         self._decode = paged_attention_decode.paged_attention_decode
         self._prefill = paged_attention_prefill.paged_attention_prefill
-        self._choose_tiling = decode_tiling.DecodeTiling.choose
+        self._tiling = decode_tiling.DecodeTiling
         self._allocate_scheduler = decode_scheduler.DecodeTileScheduler.allocate
         self._choose_prefix_tiling = prefix_tiling.PrefixTiling.choose
         self._find_shared_prefixes = shared_prefixes.find_shared_prefixes
@@ -175,8 +176,10 @@ class TritonBackend(AttentionBackend):
                 others.append(_Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
         return _Step(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
 
-    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step:
-        return _Step(self._plan_decodes(seq_lens, block_table, skips_empty=True))
+    def plan_on_device(
+        self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, one_token_each: bool = False
+    ) -> _Step:
+        return _Step(self._plan_decodes(seq_lens, block_table, skips_empty=True, reads_early=one_token_each))
 
     def plan_mixed_on_device(
         self,
@@ -187,7 +190,7 @@ class TritonBackend(AttentionBackend):
         num_tokens: int,
     ) -> _Step:
         assert len(decode_seq_lens) <= min(num_tokens, len(seq_lens))
-        decodes = self._plan_decodes(decode_seq_lens, block_table, skips_empty=True)
+        decodes = self._plan_decodes(decode_seq_lens, block_table, skips_empty=True, reads_early=True)
         others = StepTensors(query_start_loc, seq_lens, block_table, self._longest(num_tokens))
         return _Step(decodes, (_Chunks(others, slice(None)),))
 
@@ -200,23 +203,23 @@ class TritonBackend(AttentionBackend):
         return self._may_fuse and can_fuse(self.spec, device)
 
     def _plan_decodes(
-        self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False
+        self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False, reads_early: bool = False
     ) -> _Decodes:
         """skips_empty: trailing empty sequences get no tiles and no output: they would be the last to end."""
         tile_scheduler = self._tile_scheduler_for(len(seq_lens), seq_lens.device)
         tiling = self._choose_prefix_tiling(tile_scheduler, len(seq_lens), self.spec.block_size, self.storage_dtype)
         shared = None if tiling is None else self._find_shared_prefixes(block_table, seq_lens, tiling)
-        words = None if shared is None else shared.words
-        tile_scheduler.plan(seq_lens, words, skips_empty=skips_empty)
-        return _Decodes(seq_lens, block_table, tile_scheduler, shared)
+        tile_scheduler.plan(seq_lens, None if shared is None else shared.words, skips_empty=skips_empty)
+        return _Decodes(seq_lens, block_table, tile_scheduler, shared, reads_early)
 
     def _longest(self, max_query_len: int) -> int | None:
         """By which the tiles of prompts are chosen."""
         return max_query_len
 
     def _tiling_for(self, num_seqs: int, device: torch.device) -> DecodeTiling:
-        head_size, group = max(self.spec.head_size, self.spec.value_size), self.num_heads // self.spec.num_kv_heads
-        return self._choose_tiling(num_seqs, head_size, self.storage_dtype, group=group)
+        sizes, group = (self.spec.head_size, self.spec.value_size), self.num_heads // self.spec.num_kv_heads
+        by_warps = self._tiling.choose_by_warps(num_seqs, sizes, self.storage_dtype, group, device)
+        return by_warps or self._tiling.choose(num_seqs, max(sizes), self.storage_dtype, group=group)
 
     def _tile_scheduler_for(self, num_seqs: int, device: torch.device) -> DecodeTileScheduler:
         spec, tiling = self.spec, self._tiling_for(num_seqs, device)
@@ -263,18 +266,18 @@ class TritonBackend(AttentionBackend):
         self, decodes: _Decodes, query: torch.Tensor, kv_cache: torch.Tensor, scores: _Scores, out: torch.Tensor
     ) -> None:
         count = len(decodes.seq_lens)
-        tables = (decodes.block_table, decodes.seq_lens)
-        scale, softcap, sinks = scores
         self._decode(
             query[:count],
             kv_cache,
-            *tables,
+            decodes.block_table,
+            decodes.seq_lens,
             decodes.tile_scheduler,
-            scale,
+            scores.scale,
             shared=decodes.shared,
-            softcap=softcap,
-            sinks=sinks,
+            softcap=scores.softcap,
+            sinks=scores.sinks,
             out=out[:count],
+            reads_early=decodes.reads_early,
         )
 
     def _prefill_forward(

@@ -144,7 +144,9 @@ class TritonMLABackend(LatentBackend):
             expanded.append(_Expanded(rows, None if is_fresh else blocks, int(lens[seq]), lengths))
         return _Step(decodes, tuple(expanded))
 
-    def plan_on_device(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> _Step:
+    def plan_on_device(
+        self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, one_token_each: bool = False
+    ) -> _Step:
         self._scheduler(seq_lens.device).plan(seq_lens, skips_empty=True)
         return _Step(_Decodes(None, seq_lens, block_table))
 

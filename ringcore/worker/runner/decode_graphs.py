@@ -54,7 +54,6 @@ class DecodeGraphs(DecodeStep):
             shape = layout.num_places, paged.model.vocab_size
             self._logits = torch.empty(shape, dtype=torch.float32, device=rows.state.device)
         self._sizes, self._logits_sizes = graph_sizes(layout.max_rows), graph_sizes(layout.num_places)
-        self._has_drafts = layout.max_drafted > 0
         self._graphs: dict[int, _Captured] = {}
         self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size: up to the logits
         self._demand, self._logits_demand = GraphDemand(), GraphDemand()
@@ -104,7 +103,7 @@ class DecodeGraphs(DecodeStep):
     def _launch_logits(self, num_places: int) -> torch.Tensor:
         size = _nearest(self._logits_graphs, _padded(self._logits_sizes, num_places))
         if size not in self._logits_graphs:
-            return self._run_logits(size)[:num_places]
+            return self._run_logits(size, one_token_each=not self._has_drafts)[:num_places]
         self._logits_graphs[size].replay()
         assert self._logits is not None
         return self._logits[:num_places]
@@ -125,7 +124,7 @@ class DecodeGraphs(DecodeStep):
         self._logits_graphs[size], _ = graph_capture.capture(lambda: self._write_logits(size), self._pool())
 
     def _write_logits(self, size: int) -> None:
-        self._run_logits(size)
+        self._run_logits(size, one_token_each=not self._has_drafts)
 
 
 def _nearest(graphs: Mapping[int, object], size: int) -> int:

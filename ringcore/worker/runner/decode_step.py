@@ -35,6 +35,7 @@ class DecodeStep:
         """paged: each of its backends can `plan_on_device`."""
         self._paged, self._rows, self._ring, self._port = paged, rows, ring, port
         max_rows, device = rows.layout.num_places, rows.state.device
+        self._has_drafts = rows.layout.max_drafted > 0
         self._inputs = DecodeInputs.allocate(rows.layout, rows.state, max_rows)
         stage = paged.model.stage
         self._received = None if stage.is_first else paged.model.new_inputs(max_rows, device)  # a static buffer
@@ -94,7 +95,7 @@ class DecodeStep:
         its time is that of later steps."""
 
     def _launch_logits(self, num_places: int) -> torch.Tensor:
-        return self._run_logits(num_places)
+        return self._run_logits(num_places, one_token_each=not self._has_drafts)
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples from logits [n, vocab_size] of any float dtype, by the parameters of the batch's rows -> token ids
@@ -129,27 +130,28 @@ class DecodeStep:
     def _run(self, size: int) -> tuple[torch.Tensor, ...]:
         if self._handed_on is not None:
             return (self._run_layers(size, self._handed_on),)
-        logits = self._run_logits(size)
+        logits = self._run_logits(size, one_token_each=True)
         token_ids, ok = self.draw(logits)
         self._finish(token_ids, ok)
         return logits, token_ids
 
     def _run_layers(self, size: int, handed_on: _HandedOn) -> torch.Tensor:
         """In a stage that is not the last, whose rows go on without tokens."""
-        hidden = handed_on.rows[:size].copy_(self._run_model(size))
+        hidden = handed_on.rows[:size].copy_(self._run_model(size, one_token_each=True))
         self._finish(self._token_ids[:size], self._ok[:size], handed_on.ragged(size))
         return hidden
 
-    def _run_logits(self, size: int) -> torch.Tensor:
+    def _run_logits(self, size: int, *, one_token_each: bool) -> torch.Tensor:
+        """one_token_each: no row has drafts."""
         logits = None if self._logits is None else self._logits[:size]
-        return self._paged.model.compute_logits(self._run_model(size), logits)
+        return self._paged.model.compute_logits(self._run_model(size, one_token_each), logits)
 
-    def _run_model(self, size: int) -> torch.Tensor:
+    def _run_model(self, size: int, one_token_each: bool) -> torch.Tensor:
         inputs = self._inputs
         prepare_decode(self._rows.state, self._rows.layout, inputs, size)
         groups = []
         for backend, slots, table in zip(self._paged.backends, inputs.slots, inputs.block_tables, strict=True):
-            plan = backend.plan_on_device(inputs.seq_lens[:size], table[:size])
+            plan = backend.plan_on_device(inputs.seq_lens[:size], table[:size], one_token_each=one_token_each)
             assert plan is not None, f"{backend.name} cannot plan on the device"
             groups.append(GroupContext(padded_metadata(size, slots[:size]), backend, plan))
         model_inputs = inputs.input_ids if self._received is None else self._received
