@@ -19,22 +19,13 @@ from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertMatrice
 from ringcore.kernels.packed_experts_fma import packed_down, packed_gate, takes_codes
 from ringcore.kernels.packed_weight import PackedWeight
 from ringcore.kernels.reductions import add2, add3
+from ringcore.kernels.tile_load import load_tile, load_weights
 
 __all__ = ["experts_of_one_token", "takes_one_token"]
 
 _NUM_WARPS = 4
 _GATE_INPUTS = _DOWN_NUMBERS = 1024  # that are loaded together, 8 by a thread
 _MAX_DOWN_NUMBERS = 1 << 15  # of an output, over all experts of a token: what registers hold
-
-
-@triton.jit
-def _load(pointers, columns, num_inputs: tl.constexpr, is_whole: tl.constexpr):
-    """A load with a mask, or without one where the tile is whole; 0 where it is out of bounds."""
-    if is_whole:
-        found = tl.load(pointers)
-    else:
-        found = tl.load(pointers, mask=columns < num_inputs, other=0.0)
-    return found
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -67,7 +58,7 @@ def expert_gate_kernel(
     to_up: tl.constexpr = 1 if is_interleaved else num_outputs
     columns = tl.arange(0, block_inputs)[None, :]
     if has_norm:
-        g = _load(gain + columns, columns, num_inputs, is_whole)
+        g = load_tile(gain + columns, columns < num_inputs, is_whole)
     if pdl:
         gdc_wait()
         gdc_launch_dependents()
@@ -78,13 +69,14 @@ def expert_gate_kernel(
         z = tl.zeros([1, block_inputs], tl.float32)
         squares = tl.zeros([1, block_inputs], tl.float32)
         for at in tl.static_range(0, num_inputs, block_inputs):
-            w = _load(tile + at, columns + at, num_inputs, is_whole)
-            u = _load(tile + to_up * num_inputs + at, columns + at, num_inputs, is_whole)
-            v = _load(x + columns + at, columns + at, num_inputs, is_whole).to(tl.float32)
+            in_bounds = columns + at < num_inputs
+            w = load_weights(tile + at, in_bounds, is_whole)
+            u = load_weights(tile + to_up * num_inputs + at, in_bounds, is_whole)
+            v = load_tile(x + columns + at, in_bounds, is_whole).to(tl.float32)
             if has_norm:
                 squares += v * v
                 if at > 0:
-                    g = _load(gain + columns + at, columns + at, num_inputs, is_whole)
+                    g = load_tile(gain + columns + at, in_bounds, is_whole)
                 v *= g.to(tl.float32)
             y += w.to(tl.float32) * v
             z += u.to(tl.float32) * v
@@ -139,7 +131,7 @@ def expert_down_kernel(
         in_bounds = is_here[:, None]
         if not is_whole:
             in_bounds &= columns + at < num_inputs
-        tiles += (tl.load(matrix + at, mask=in_bounds, other=0.0),)
+        tiles += (load_weights(matrix + at, in_bounds, False),)
     if pdl:
         gdc_wait()
     total = tl.zeros([block_k, block_inputs], tl.float32)

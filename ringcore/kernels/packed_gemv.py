@@ -13,6 +13,7 @@ from ringcore.kernels.code_expansion import fp8_quad, integer_quad, wide_integer
 from ringcore.kernels.fma_row import chunk_inputs, has_offset, sums_of_chunks
 from ringcore.kernels.half_products import byte_products, fp8_products, nibble_products, sums_of_words
 from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES
+from ringcore.kernels.tile_load import WEIGHT_EVICTION
 from ringcore.kernels.weight_groups import chunk_scales, chunk_zeros
 from ringcore.kernels.weight_loads import load_codes
 
@@ -32,7 +33,8 @@ def load_outputs(
     is_whole: tl.constexpr = num_inputs % block_inputs == 0
     loaded = ()
     for at in tl.static_range(0, num_inputs, block_inputs):
-        words = load_codes(weight, packed, rows, at // each, block_inputs // each, each, num_inputs, is_whole)
+        of_block = at // each, block_inputs // each, each
+        words = load_codes(weight, packed, rows, *of_block, num_inputs, is_whole, False, WEIGHT_EVICTION)
         loaded += (words, chunk_scales(packed, of_scales, at, block_inputs // chunk, chunk, layout))
     return loaded
 

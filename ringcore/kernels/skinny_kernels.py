@@ -16,7 +16,7 @@ from ringcore.kernels.packed_weight import DENSE
 from ringcore.kernels.prefetch import prefetch_l2
 from ringcore.kernels.reductions import add2, add3
 from ringcore.kernels.scaled_dot import scaled_dot
-from ringcore.kernels.tile_load import load_tile
+from ringcore.kernels.tile_load import load_tile, load_weights
 from ringcore.kernels.weight_groups import entries_of_row, has_quads, scale_rows
 from ringcore.kernels.weight_tiles import packed_dot
 
@@ -71,9 +71,9 @@ def fma_kernel(
     targets = out + rows[:, None] * num_outputs + (first + clamped)[None, :]
     if pdl and pdl != _LATE:
         gdc_launch_dependents()
-    w = load_tile(tile, columns < num_inputs, is_whole)
+    w = load_weights(tile, columns < num_inputs, is_whole)
     if is_gated:
-        u = load_tile(up_tile, columns < num_inputs, is_whole)
+        u = load_weights(up_tile, columns < num_inputs, is_whole)
     if has_norm:
         g = load_tile(gain, columns < num_inputs, is_whole)
     if has_bias:
@@ -95,14 +95,14 @@ def fma_kernel(
         z = u.to(tl.float32) * v
     for at in tl.static_range(block_inputs, num_inputs, block_inputs):
         in_bounds = columns < num_inputs - at
-        w = load_tile(tile + at, in_bounds, is_whole)
+        w = load_weights(tile + at, in_bounds, is_whole)
         v = load_tile(x + at, in_bounds, is_whole).to(tl.float32)
         if has_norm:
             squares += v * v
             v = v * load_tile(gain + at, in_bounds, is_whole).to(tl.float32)
         y += w.to(tl.float32) * v
         if is_gated:
-            u = load_tile(up_tile + at, in_bounds, is_whole)
+            u = load_weights(up_tile + at, in_bounds, is_whole)
             z += u.to(tl.float32) * v
     if has_norm:
         squares = tl.broadcast_to(squares, [block_rows, block_outputs, block_inputs])

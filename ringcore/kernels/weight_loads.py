@@ -126,9 +126,10 @@ def load_codes(
     num_inputs: tl.constexpr,
     is_whole: tl.constexpr,
     is_tiled: tl.constexpr = False,
+    eviction: tl.constexpr = "",
 ):
     """[n, count] of the codes' dtype, which has the numbers of `each` inputs, from the one `first` on, a multiple of
-    count; out of bounds 0. rows: int64 where the codes have 2^31 entries."""
+    count; out of bounds 0. rows: int64 where the codes have 2^31 entries. eviction: see `tile_load`."""
     places = tl.multiple_of(first + tl.arange(0, count), count)
     if is_tiled:
         size: tl.constexpr = _TILE_OUTPUTS * _TILE_WORDS
@@ -139,7 +140,8 @@ def load_codes(
     else:
         pointers = codes + (rows * packed[3])[:, None] + places[None, :]
     if is_whole:
-        found = tl.load(pointers)
+        found = tl.load(pointers, eviction_policy=eviction)
     else:
-        found = tl.load(pointers, mask=places[None, :] < (num_inputs + each - 1) // each, other=0)
+        in_bounds = places[None, :] < (num_inputs + each - 1) // each
+        found = tl.load(pointers, mask=in_bounds, other=0, eviction_policy=eviction)
     return found
