@@ -33,8 +33,9 @@ def load_outputs(
     is_whole: tl.constexpr = num_inputs % block_inputs == 0
     loaded = ()
     for at in tl.static_range(0, num_inputs, block_inputs):
-        of_block = at // each, block_inputs // each, each
-        words = load_codes(weight, packed, rows, *of_block, num_inputs, is_whole, False, WEIGHT_EVICTION)
+        words = load_codes(
+            weight, packed, rows, at // each, block_inputs // each, each, num_inputs, is_whole, eviction=WEIGHT_EVICTION
+        )
         loaded += (words, chunk_scales(packed, of_scales, at, block_inputs // chunk, chunk, layout))
     return loaded
 

@@ -1,0 +1,42 @@
+"""What only the compiler shows of the kernels of few rows: that they compile, and what they leave to the L2 cache."""
+
+from __future__ import annotations
+
+from tests.kernels.test_precompile import run
+
+LAUNCHES = """
+    import triton_for_sm90
+    import torch
+    from ringcore.kernels.dense_experts import DenseExperts
+    from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
+    from ringcore.kernels.experts_fma import experts_of_one_token
+    from ringcore.kernels.packed_weight import BYTES_FP8, NIBBLES, PackedWeight
+    from ringcore.kernels.precompile import intercept_launches
+    from ringcore.kernels.skinny_linear import skinny_linear
+    from ringcore.kernels.skinny_tiles import FmaConfig, PackedFmaConfig
+
+    def numbers(*shape):
+        return torch.zeros(*shape, dtype=torch.bfloat16)
+
+    def packed(form, codes, **options):
+        return PackedWeight(codes, torch.ones(64, 2), (64, 256), torch.bfloat16, form, codes.stride(0), 128, **options)
+
+    with intercept_launches() as found:
+        skinny_linear(numbers(1, 512), numbers(64, 512), FmaConfig(2, 256, 4))
+        fma = PackedFmaConfig(4, 256, 2, 8)
+        skinny_linear(numbers(1, 256), packed(BYTES_FP8, torch.zeros(64, 256, dtype=torch.uint8)), fma)
+        nibbles = torch.zeros(64, 64, dtype=torch.int16)
+        skinny_linear(numbers(1, 256), packed(NIBBLES, nibbles, has_zero_bits=True, run=8), fma)
+        matrices = ExpertMatrices(DenseExperts(numbers(8, 512, 256)), DenseExperts(numbers(8, 256, 256)))
+        routing = Routing(torch.zeros(1, 4, dtype=torch.int32), numbers(1, 4))
+        experts_of_one_token(numbers(1, 256), routing, matrices, ExpertGate(), numbers(1, 256), adds=False)
+    for (kernel, _), variant in found.items():
+        ptx = kernel.preload(variant.specialization).asm["ptx"]
+        print(kernel.__name__, "L2::evict_first" in ptx, ptx.count("L2::cache_hint.") < ptx.count("ld.global"))
+"""
+
+
+def test_weights_of_few_rows_are_evicted_first(tmp_path) -> None:
+    lines = [line.split() for line in run(LAUNCHES, tmp_path).splitlines()]
+    assert len(lines) == 5
+    assert all(line[1:] == ["True", "True"] for line in lines), lines  # and others are not
