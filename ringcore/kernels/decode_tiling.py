@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from ringcore.kernels.dependent_launch import supports_pdl
 from ringcore.kernels.page_layout import padded_head_size
 
 __all__ = ["DecodeTiling"]
@@ -15,6 +14,7 @@ _TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stag
 _FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
 _SOME_SEQS = 32
 _WARP_WIDTHS = (64, 128)  # head sizes
+_HOPPER = 9  # of a compute capability
 _WIDE_TOKEN, _FEW_ROWS = 128, 8  # bytes of a key in FP8, rows of a tile: up to them two warps have enough registers
 
 
@@ -51,8 +51,8 @@ class DecodeTiling(NamedTuple):
         """
         width, v_width = sizes
         fits = width == v_width in _WARP_WIDTHS and dtype.itemsize == 2 and group <= _FEW_ROWS
-        if not (fits and device.type == "cuda" and supports_pdl(device)):
-            return None
+        if not (fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER):
+            return None  # other GPUs may have less shared memory, and it was measured on none
         stages = 3 * 128 // width
         if num_seqs <= _FEW_SEQS:
             return cls(64, 4, stages, 1, 3, 16, by_warps=True)

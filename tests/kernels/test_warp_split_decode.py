@@ -9,18 +9,18 @@ from paged_batch import PagedBatch, assert_close
 
 from ringcore.kernels.decode_scheduler import DecodeTileScheduler
 from ringcore.kernels.decode_tiling import DecodeTiling
-from ringcore.kernels.dependent_launch import supports_pdl
 from ringcore.kernels.paged_attention_decode import paged_attention_decode
 from ringcore.kernels.paged_attention_reference import paged_attention_decode_reference
 from ringcore.kernels.prefix_tiling import PrefixTiling
 from ringcore.kernels.qk_norm_rope import qk_norm_rope
 from ringcore.kernels.shared_prefixes import find_shared_prefixes
 from ringcore.kernels.split_kv_combine import UNWRITTEN
+from ringcore.kernels.tma_configs import has_wgmma
 from tests.kernels.test_precompile import run
 
 DEVICE = torch.device("cuda", 0)
 needs_hopper = pytest.mark.skipif(
-    not (torch.cuda.is_available() and supports_pdl(DEVICE)), reason="needs a GPU of compute capability 9"
+    not (torch.cuda.is_available() and has_wgmma(DEVICE)), reason="needs a GPU of compute capability 9"
 )
 SKEWED = [1, 330, 3, 64, 65, 1]
 MANY_ITEMS = [5, 70, 1, 130, 64, 63] * 9  # several in a range
