@@ -22,6 +22,10 @@ class PlansOnDevice(TorchSdpaBackend):
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, one_token_each: bool = False
     ) -> object:
         lens = seq_lens.clamp(min=1).numpy()  # of padding it sees a token of the null block
+        if one_token_each:
+            last_blocks = block_table[torch.arange(len(lens)), torch.from_numpy(lens - 1) // self.spec.block_size]
+            last_blocks = last_blocks[seq_lens > 0]
+            assert len(last_blocks.unique()) == len(last_blocks), "two rows write to the blocks of one request"
         return self.plan(
             AttentionMetadata(
                 num_tokens=len(lens),
