@@ -18,9 +18,9 @@ from benchmarks.gpu_options import Deadline, add_place_arguments, bytes_a_number
 from benchmarks.harness import Benchmark, Plan, note, numbers
 from benchmarks.models import PublishedModel, find_published
 from benchmarks.result import Check, Findings, Limit, Measurement
-from ringcore.kernels.experts_configs import grouped_tiles
-from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import DENSE_NUMBERS, FP8_NUMBERS
+from ringcore.kernels.linears.skinny_tiles import DotConfig
+from ringcore.kernels.linears.skinny_times import DENSE_NUMBERS, FP8_NUMBERS
+from ringcore.kernels.mixtures.experts_configs import grouped_tiles
 
 __all__ = ["ExpertsCase", "GpuExperts", "tiles"]
 
@@ -42,7 +42,7 @@ class ExpertsCase(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """As in `ringcore.kernels.experts_measured`."""
+        """As in `ringcore.kernels.mixtures.experts_measured`."""
         return self.num_experts, self.k, self.num_weights, self.num_inputs
 
 

@@ -20,9 +20,9 @@ from benchmarks.linear_model import choice_ratios, fit
 from benchmarks.linear_points import LinearCase, Point, Points, cases_of, footprint, read_points
 from benchmarks.models import DEFAULT_MODELS, MODELS, find_published
 from benchmarks.result import Check, Findings, Limit, Measurement, write_json
-from ringcore.kernels import skinny_configs
-from ringcore.kernels.tile_candidates import Kernel, first_kernels, near
-from ringcore.kernels.tma_configs import choose_on_hopper
+from ringcore.kernels.linears import skinny_configs
+from ringcore.kernels.linears.tile_candidates import Kernel, first_kernels, near
+from ringcore.kernels.linears.tma_configs import choose_on_hopper
 
 __all__ = ["GpuLinears"]
 

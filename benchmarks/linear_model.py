@@ -1,4 +1,4 @@
-"""The engine's model of the time of a skinny linear (`ringcore.kernels.skinny_times`), fitted to measured points."""
+"""The engine's model of the time of a skinny linear (`kernels/linears/skinny_times.py`), fitted to measured points."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from benchmarks.linear_points import LinearCase, Point
-from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import H200, DotTimes
+from ringcore.kernels.linears.skinny_tiles import DotConfig
+from ringcore.kernels.linears.skinny_times import H200, DotTimes
 
 __all__ = ["FittedTimes", "choice_ratios", "fit"]
 

@@ -20,8 +20,8 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kernels.device_timer import PAST_L2_BYTES, timer
-from ringcore.kernels.fp8_rows import rounded
+from ringcore.kernels.attention.fp8_rows import rounded
+from ringcore.kernels.launch.device_timer import PAST_L2_BYTES, timer
 from ringcore.kv_cache.spec import FullAttentionSpec
 
 PACKAGES = ("ringcore", "torch", "triton", "flash-attn", "flash-attn-3")

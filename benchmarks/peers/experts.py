@@ -13,11 +13,11 @@ from triton.errors import TritonError
 
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
-from ringcore.kernels.device_timer import timer
+from ringcore.kernels.launch.device_timer import timer
 
 if TYPE_CHECKING:
-    from ringcore.kernels.expert_matrices import ExpertWeight
-    from ringcore.kernels.experts import GroupedProducts
+    from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
+    from ringcore.kernels.mixtures.experts import GroupedProducts
 
 PACKAGES = ("ringcore", "torch", "triton")
 LAYERS = 3
@@ -43,7 +43,7 @@ class Experts:
 
         Seconds of a call, and the mean number of active experts; or why it cannot be launched.
         """
-        from ringcore.kernels.skinny_tiles import DotConfig
+        from ringcore.kernels.linears.skinny_tiles import DotConfig
 
         tile = None if config is None else DotConfig(**config)
         try:
@@ -75,8 +75,8 @@ class _Layers:
     """Weights and routings of some layers, for one of their products."""
 
     def __init__(self, case: dict[str, Any], num_layers: int, device: torch.device, dtype: torch.dtype) -> None:
-        from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
-        from ringcore.kernels.experts import GroupedProducts
+        from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, Routing
+        from ringcore.kernels.mixtures.experts import GroupedProducts
 
         torch.manual_seed(0)
         n, k, num_experts = case["num_tokens"], case["k"], case["num_experts"]
@@ -118,7 +118,7 @@ class _Layers:
 
 
 def _dense_experts(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ExpertWeight:
-    from ringcore.kernels.dense_experts import DenseExperts
+    from ringcore.kernels.mixtures.dense_experts import DenseExperts
 
     return DenseExperts(torch.empty(shape, device=device, dtype=dtype).uniform_(-1, 1) / shape[2] ** 0.5)
 

@@ -16,9 +16,9 @@ from triton.errors import TritonError
 
 from benchmarks.peers.protocol import serve
 from benchmarks.peers.rows import facts
-from ringcore.kernels.device_timer import PAST_L2_BYTES, timer
-from ringcore.kernels.skinny_tiles import Config
-from ringcore.kernels.tma_configs import has_wgmma
+from ringcore.kernels.launch.device_timer import PAST_L2_BYTES, timer
+from ringcore.kernels.linears.skinny_tiles import Config
+from ringcore.kernels.linears.tma_configs import has_wgmma
 
 PACKAGES = ("ringcore", "torch", "triton")
 EPS = 1e-6
@@ -118,9 +118,9 @@ class Linears:
 def _product(tensors: Tensors, kernel: str, config: dict[str, Any]) -> Call:
     if kernel == "cublas":
         return lambda weight, total: _by_cublas(tensors, weight, total)
-    from ringcore.kernels.round_rows import RowNorm
-    from ringcore.kernels.skinny_linear import new_split_k_counters, skinny_linear
-    from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig, TmaConfig
+    from ringcore.kernels.linears.round_rows import RowNorm
+    from ringcore.kernels.linears.skinny_linear import new_split_k_counters, skinny_linear
+    from ringcore.kernels.linears.skinny_tiles import DotConfig, FmaConfig, TmaConfig
 
     kinds: dict[str, type[Config]] = {"fma": FmaConfig, "dot": DotConfig, "tma": TmaConfig}
     chosen = kinds[kernel](**config)

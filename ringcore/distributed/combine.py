@@ -49,9 +49,9 @@ class PeerCombine:
     _ROWS_BYTES = 16 << 20  # of the partial sums of one launch, of all owners; the memory is four times that
 
     def __init__(self, memory: PeerMemory, rank: int, device: torch.device) -> None:
-        from ringcore.kernels import combine  # needs Triton, as all kernels
-        from ringcore.kernels.dependent_launch import supports_pdl
-        from ringcore.kernels.peer_buffers import PeerBuffers
+        from ringcore.kernels.collectives import combine  # needs Triton, as all kernels
+        from ringcore.kernels.collectives.peer_buffers import PeerBuffers
+        from ringcore.kernels.launch.dependent_launch import supports_pdl
 
         self._memory, self._kernel = memory, combine
         size = len(memory.addresses)
@@ -66,7 +66,7 @@ class PeerCombine:
     @classmethod
     def connect(cls, rank: int, size: int, store: PrefixStore, device: torch.device) -> PeerCombine | None:
         """As `PeerCollectives.connect`."""
-        from ringcore.kernels.peer_buffers import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
+        from ringcore.kernels.collectives.peer_buffers import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
 
         if size > MAX_RANKS:
             return None

@@ -210,9 +210,9 @@ class PeerCollectives:
     _GATHERED_BYTES = 2 << 20  # from each rank; a one-shot all-gather sends no byte twice
 
     def __init__(self, memory: PeerMemory, rank: int, device: torch.device) -> None:
-        from ringcore.kernels import all_reduce  # needs Triton, as all kernels
-        from ringcore.kernels.dependent_launch import supports_pdl
-        from ringcore.kernels.peer_buffers import PeerBuffers
+        from ringcore.kernels.collectives import all_reduce  # needs Triton, as all kernels
+        from ringcore.kernels.collectives.peer_buffers import PeerBuffers
+        from ringcore.kernels.launch.dependent_launch import supports_pdl
 
         self._memory = memory
         self._kernels = all_reduce
@@ -224,7 +224,7 @@ class PeerCollectives:
     @classmethod
     def connect(cls, rank: int, size: int, store: PrefixStore, device: torch.device) -> PeerCollectives | None:
         """None, on every rank, if the GPUs lack peer access to each other, or are too many."""
-        from ringcore.kernels.peer_buffers import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
+        from ringcore.kernels.collectives.peer_buffers import MAX_RANKS, SENTINEL_BYTE, PeerBuffers
 
         if size > MAX_RANKS:
             return None

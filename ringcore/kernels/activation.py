@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
 __all__ = [
     "activated",

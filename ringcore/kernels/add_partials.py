@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.partials import Partials
 
 __all__ = ["add_partials", "partial_arguments", "sum_partials"]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.add_partials import partial_arguments, sum_partials
-from ringcore.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.partials import Partials
 
 __all__ = ["MAX_SIZE", "rms_norm", "rms_norm_reference"]

@@ -15,7 +15,7 @@ import torch
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.distributed.rank_order import RankOrdered
 from ringcore.errors import ConfigError
-from ringcore.kernels.expert_matrices import Activate, ExpertGate, ExpertWeight, RouterForm, Routing
+from ringcore.kernels.mixtures.expert_matrices import Activate, ExpertGate, ExpertWeight, RouterForm, Routing
 from ringcore.kernels.native.attention_kernels import attention_kernel
 from ringcore.kernels.native.row_kernels import row_kernels
 from ringcore.model_executor.layers.router import BoundRouter, InvariantRouter

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ringcore.kernels.adjustment_inputs import IN_PROMPT, LogitAdjustments, reset_counts
+from ringcore.kernels.logits.adjustment_inputs import IN_PROMPT, LogitAdjustments, reset_counts
 
 __all__ = ["IN_PROMPT", "LogitAdjustments", "adjust_logits", "count_tokens", "reset_counts"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.protocol.requests import TokenLogprobs
 
 __all__ = [

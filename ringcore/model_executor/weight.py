@@ -14,7 +14,7 @@ import torch
 from ringcore.checkpoint.quantization import GgufFormat
 from ringcore.checkpoint.safetensors_header import DTYPE_NAMES
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.model_executor import ops
 
 __all__ = [

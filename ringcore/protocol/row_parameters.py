@@ -1,8 +1,9 @@
 """The parameters that a request brings to its row of the persistent batch, declared once.
 
 Everything on the way from the wire to the sampler is derived from `ROW_PARAMETERS`: the host's columns
-(`worker/rows/request_rows.py`), the device's records (`kernels/step_state.py`), what a decode step gathers
-(`kernels/step.py`), what any other step uploads (`kernels/sampling_inputs.py`) and the inputs of the profile run.
+(`worker/rows/request_rows.py`), the device's records (`kernels/steps/step_state.py`), what a decode step gathers
+(`kernels/steps/step.py`), what any other step uploads (`kernels/logits/sampling_inputs.py`) and the inputs of the
+profile run.
 
 A record is a row's parameters side by side. The host's rows are a structured numpy array of records, and the device
 holds the same bytes as int32 words, so that none of these places knows how many parameters there are:

@@ -14,9 +14,9 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends import BACKENDS
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kernels.fp8_rows import rounded
+from ringcore.kernels.attention.fp8_rows import rounded
+from ringcore.kernels.attention.page_layout import PageLayout
 from ringcore.kernels.native.attention_kernels import attention_kernel
-from ringcore.kernels.page_layout import PageLayout
 from ringcore.kv_cache.spec import (
     ChunkedAttentionSpec,
     FullAttentionSpec,

@@ -76,7 +76,7 @@ class DecodeBench(Bench):
 )
 def test_decodes_that_share_a_prefix(monkeypatch: pytest.MonkeyPatch, kind: type[Bench]) -> None:
     """Eight of nine do; beside them are a chunk, and none in a step of decodes alone."""
-    from ringcore.kernels import prefix_tiling
+    from ringcore.kernels.attention import prefix_tiling
 
     monkeypatch.setattr(prefix_tiling, "_MIN_SAVED_BYTES", 1)
     monkeypatch.setattr(prefix_tiling, "_MAX_SPANS", 2)

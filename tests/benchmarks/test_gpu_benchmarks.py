@@ -489,7 +489,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_graph_reads_stays_as_long_as_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringcore.kernels import device_timer
+    from ringcore.kernels.launch import device_timer
 
     class Memory:
         def __call__(self) -> None: ...

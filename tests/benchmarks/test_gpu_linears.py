@@ -21,10 +21,10 @@ from benchmarks.linear_model import FittedTimes
 from benchmarks.linear_points import LinearCase, Point, cases_of, footprint, read_points
 from benchmarks.models import MODELS
 from benchmarks.result import Findings
-from ringcore.kernels.skinny_configs import choose
-from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
-from ringcore.kernels.skinny_times import DotTimes
-from ringcore.kernels.tile_candidates import first_kernels, near
+from ringcore.kernels.linears.skinny_configs import choose
+from ringcore.kernels.linears.skinny_tiles import DotConfig, FmaConfig
+from ringcore.kernels.linears.skinny_times import DotTimes
+from ringcore.kernels.linears.tile_candidates import first_kernels, near
 
 Cost = Callable[[dict[str, Any], str, dict[str, Any]], dict[str, Any]]
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Mist
 
 from ringcore import SamplingParams
 from ringcore.errors import ConfigError
-from ringcore.kernels.fp8_rows import rounded
+from ringcore.kernels.attention.fp8_rows import rounded
 
 NEW_TOKENS = 12
 PROMPTS = [[3 + (7 * i + j * j + j // 5) % 300 for j in range(n)] for i, n in enumerate([1, 9, 40, 64, 90])]

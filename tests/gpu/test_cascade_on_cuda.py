@@ -19,8 +19,8 @@ from tiny_llama import save_tiny_llama
 
 from ringcore import SamplingParams
 from ringcore.attention.backends.triton import TritonBackend
-from ringcore.kernels import prefix_tiling
-from ringcore.kernels.prefix_tiling import PrefixTiling
+from ringcore.kernels.attention import prefix_tiling
+from ringcore.kernels.attention.prefix_tiling import PrefixTiling
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 NUM_ROWS = 64

@@ -78,7 +78,7 @@ def nothing_waits() -> Iterator[None]:
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 50_257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_are_those_of_the_cpu(cuda: torch.device, vocab_size: int, dtype: torch.dtype) -> None:
-    from ringcore.kernels.logit_adjustments import adjust_logits
+    from ringcore.kernels.logits.logit_adjustments import adjust_logits
 
     logits, adjustments = real_logits(vocab_size, dtype), real_adjustments(vocab_size)
     expected = reference.adjust_logits(logits, adjustments)
@@ -92,7 +92,7 @@ def test_rows_are_those_of_the_cpu(cuda: torch.device, vocab_size: int, dtype: t
 
 @pytest.mark.parametrize("part", ["bias", "penalties", "masks"])
 def test_each_part_alone(cuda: torch.device, part: str) -> None:
-    from ringcore.kernels.logit_adjustments import adjust_logits
+    from ringcore.kernels.logits.logit_adjustments import adjust_logits
 
     parts = {name: name == part for name in ("bias", "penalties", "masks")}
     logits, adjustments = real_logits(VOCAB_SIZE), real_adjustments(VOCAB_SIZE, seed=1)
@@ -102,7 +102,7 @@ def test_each_part_alone(cuda: torch.device, part: str) -> None:
 
 def test_counts_are_those_of_the_cpu(cuda: torch.device) -> None:
     """A prompt of 100,000 tokens, and then some steps."""
-    from ringcore.kernels.logit_adjustments import count_tokens
+    from ringcore.kernels.logits.logit_adjustments import count_tokens
 
     rng = np.random.default_rng(2)
     prompt, output = (rng.integers(0, VOCAB_SIZE, size).astype(np.int32) for size in (100_000, 5000))
@@ -118,7 +118,7 @@ def test_counts_are_those_of_the_cpu(cuda: torch.device) -> None:
 
 
 def test_nothing_waits_for_the_device(cuda: torch.device) -> None:
-    from ringcore.kernels.logit_adjustments import adjust_logits, count_tokens
+    from ringcore.kernels.logits.logit_adjustments import adjust_logits, count_tokens
 
     logits, adjustments = real_logits(VOCAB_SIZE).to(cuda), on(cuda, real_adjustments(VOCAB_SIZE))
     slots, tokens = torch.arange(NUM_SLOTS, dtype=torch.int32, device=cuda), torch.arange(NUM_SLOTS, device=cuda)
@@ -137,7 +137,7 @@ def test_nothing_waits_for_the_device(cuda: torch.device) -> None:
 
 def test_a_graph_can_hold_it(cuda: torch.device) -> None:
     """Captured once; replayed with other numbers, tables and logits in the same memory."""
-    from ringcore.kernels.logit_adjustments import adjust_logits, count_tokens
+    from ringcore.kernels.logits.logit_adjustments import adjust_logits, count_tokens
 
     given, tokens = on(cuda, real_adjustments(50_257)), torch.zeros(ROWS, dtype=torch.int64, device=cuda)
     logits, out = real_logits(50_257).to(cuda), torch.empty(ROWS, 50_257, device=cuda)
@@ -174,8 +174,8 @@ def test_a_graph_can_hold_it(cuda: torch.device) -> None:
 def test_what_is_drawn_is_what_the_cpu_draws(cuda: torch.device) -> None:
     """Rows that are adjusted and those that are not; two tokens as close as the rounding of exp in one of them, at
     most."""
-    from ringcore.kernels.logit_adjustments import adjust_logits
-    from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
+    from ringcore.kernels.logits.logit_adjustments import adjust_logits
+    from ringcore.kernels.logits.sampling import DeviceSamplingInputs, sample_tokens
     from ringcore.model_executor.sampler import sample
 
     logits, adjustments = real_logits(VOCAB_SIZE), real_adjustments(VOCAB_SIZE, seed=5)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
+from ringcore.kernels.linears.packed_weight import BYTES_FP8, PackedWeight
+from ringcore.kernels.linears.round_rows import round_rows
+from ringcore.kernels.linears.skinny_linear import new_split_k_counters, skinny_linear, skinny_linear_reference
+from ringcore.kernels.linears.skinny_tiles import TmaConfig
+from ringcore.kernels.linears.tma_configs import choose_on_hopper, has_wgmma
 from ringcore.kernels.partials import Partials
-from ringcore.kernels.round_rows import round_rows
-from ringcore.kernels.skinny_linear import new_split_k_counters, skinny_linear, skinny_linear_reference
-from ringcore.kernels.skinny_tiles import TmaConfig
-from ringcore.kernels.tma_configs import choose_on_hopper, has_wgmma
 
 DEVICE = torch.device("cuda", 0)
 CONFIGS = (

@@ -16,7 +16,7 @@ def device() -> torch.device:
 def split_k(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS defers split-K partials; on a CPU, which has no product of 16-bit inputs to float32, they are computed in
     float32."""
-    from ringcore.kernels import skinny_configs
+    from ringcore.kernels.linears import skinny_configs
     from ringcore.model_executor.linear_schemes import kernel_product
 
     monkeypatch.setattr(skinny_configs, "choose_split_k", lambda outputs, inputs, rows: 2)

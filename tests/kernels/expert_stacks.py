@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from quantized_checkpoints import BLOCK, store
 
-from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor.expert_schemes.stacked import ExpertStack, StackedScheme
 from ringcore.model_executor.linear_schemes.shard import InputSlice, LinearShard, OutputSlice
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringcore.kernels.page_layout import PageLayout
+from ringcore.kernels.attention.page_layout import PageLayout
 
 # Of the largest difference to float32, for numbers near 1. Float32: sums of as many terms in another order. The half
 # formats: each weight and each result is rounded once, to 2^-9 (bfloat16) or 2^-12 of itself; both are below 4.

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ringcore.kernels.all_reduce import all_gather_last_dim, all_reduce
-from ringcore.kernels.peer_buffers import SENTINEL_BYTE, PeerBuffers
+from ringcore.kernels.collectives.all_reduce import all_gather_last_dim, all_reduce
+from ringcore.kernels.collectives.peer_buffers import SENTINEL_BYTE, PeerBuffers
 
 CAPACITY = 1 << 16
 _DEADLINE_S = 60

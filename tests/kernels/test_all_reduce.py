@@ -11,9 +11,9 @@ import torch
 from rank_series import CAPACITY, Call, Ranks
 from rounding import rounding
 
-from ringcore.kernels.all_reduce import all_gather_last_dim_reference, all_reduce, all_reduce_reference
-from ringcore.kernels.dependent_launch import supports_pdl
-from ringcore.kernels.peer_buffers import SENTINEL_BYTE, PeerBuffers
+from ringcore.kernels.collectives.all_reduce import all_gather_last_dim_reference, all_reduce, all_reduce_reference
+from ringcore.kernels.collectives.peer_buffers import SENTINEL_BYTE, PeerBuffers
+from ringcore.kernels.launch.dependent_launch import supports_pdl
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 large = pytest.mark.skipif(not torch.cuda.is_available(), reason="long series take the interpreter minutes")

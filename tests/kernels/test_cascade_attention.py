@@ -14,13 +14,13 @@ import pytest
 import torch
 from paged_batch import PagedBatch, assert_close
 
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler
-from ringcore.kernels.decode_tiling import DecodeTiling
-from ringcore.kernels.paged_attention_decode import paged_attention_decode
-from ringcore.kernels.paged_attention_reference import paged_attention_decode_reference
-from ringcore.kernels.prefix_tiling import PrefixTiling
-from ringcore.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
-from ringcore.kernels.split_kv_combine import UNWRITTEN
+from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.attention.decode_tiling import DecodeTiling
+from ringcore.kernels.attention.paged_attention_decode import paged_attention_decode
+from ringcore.kernels.attention.paged_attention_reference import paged_attention_decode_reference
+from ringcore.kernels.attention.prefix_tiling import PrefixTiling
+from ringcore.kernels.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
+from ringcore.kernels.attention.split_kv_combine import UNWRITTEN
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the barrier needs programs that run at once")
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:overflow encountered in exp2")]
@@ -174,12 +174,12 @@ def test_it_is_compiled_for_sm90_without_spills(tmp_path):
     script = """
         import re, subprocess, torch, triton, triton_for_sm90
         from pathlib import Path
-        from ringcore.kernels import cascade_attention, paged_attention_decode
-        from ringcore.kernels.decode_scheduler import DecodeTileScheduler
-        from ringcore.kernels.decode_tiling import DecodeTiling
-        from ringcore.kernels.precompile import intercept_launches
-        from ringcore.kernels.prefix_tiling import PrefixTiling
-        from ringcore.kernels.shared_prefixes import find_shared_prefixes
+        from ringcore.kernels.attention import cascade_attention, paged_attention_decode
+        from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+        from ringcore.kernels.attention.decode_tiling import DecodeTiling
+        from ringcore.kernels.launch.precompile import intercept_launches
+        from ringcore.kernels.attention.prefix_tiling import PrefixTiling
+        from ringcore.kernels.attention.shared_prefixes import find_shared_prefixes
 
         cpu, dtype = torch.device("cpu"), torch.bfloat16
         paged_attention_decode.supports_pdl = lambda device: True

@@ -10,9 +10,9 @@ import torch
 from rank_series import Ranks
 from test_precompile import run
 
-from ringcore.kernels.combine import combine, combine_reference, max_combined_tokens, owned_tokens
-from ringcore.kernels.dependent_launch import supports_pdl
-from ringcore.kernels.peer_buffers import PeerBuffers
+from ringcore.kernels.collectives.combine import combine, combine_reference, max_combined_tokens, owned_tokens
+from ringcore.kernels.collectives.peer_buffers import PeerBuffers
+from ringcore.kernels.launch.dependent_launch import supports_pdl
 
 pytestmark = pytest.mark.sampled
 
@@ -119,11 +119,11 @@ def test_a_graph_serves_every_routing(ranks):
 def test_they_compile_for_sm90(tmp_path):
     script = """
         import torch, triton_for_sm90
-        from ringcore.kernels.combine import combine
-        from ringcore.kernels.peer_buffers import PeerBuffers
-        from ringcore.kernels.place_pairs import place_pairs
-        from ringcore.kernels.placed_pairs import SlotTables
-        from ringcore.kernels.precompile import intercept_launches
+        from ringcore.kernels.collectives.combine import combine
+        from ringcore.kernels.collectives.peer_buffers import PeerBuffers
+        from ringcore.kernels.mixtures.place_pairs import place_pairs
+        from ringcore.kernels.mixtures.placed_pairs import SlotTables
+        from ringcore.kernels.launch.precompile import intercept_launches
 
         tables = SlotTables(torch.zeros(128, 17).int(), torch.zeros(128).int(), torch.zeros(128).long())
         with intercept_launches() as found:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_weight_tiles import FORMATS, packed, random
 
-from ringcore.kernels.expand_weight import expand_weight
+from ringcore.kernels.linears.expand_weight import expand_weight
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import Residual
 

@@ -16,15 +16,15 @@ from expert_stacks import stacked_experts
 from test_precompile import run
 
 from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, GptqFormat, InputFormat, Mxfp4Format
-from ringcore.kernels import experts_fma, experts_sort
 from ringcore.kernels.add_partials import add_partials
-from ringcore.kernels.dense_experts import DenseExperts
-from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
-from ringcore.kernels.experts import experts, new_expert_counters, takes_norm
-from ringcore.kernels.experts_configs import choose_grouped
-from ringcore.kernels.experts_sort import list_items, max_items, sort_pairs, sort_pairs_reference
-from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import E2M1_NUMBERS
+from ringcore.kernels.linears.skinny_tiles import DotConfig
+from ringcore.kernels.linears.skinny_times import E2M1_NUMBERS
+from ringcore.kernels.mixtures import experts_fma, experts_sort
+from ringcore.kernels.mixtures.dense_experts import DenseExperts
+from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
+from ringcore.kernels.mixtures.experts import experts, new_expert_counters, takes_norm
+from ringcore.kernels.mixtures.experts_configs import choose_grouped
+from ringcore.kernels.mixtures.experts_sort import list_items, max_items, sort_pairs, sort_pairs_reference
 from ringcore.model_executor import ops
 from ringcore.model_executor.expert_schemes.schemes import experts_scheme
 from ringcore.model_executor.expert_schemes.stacked import ExpertStack
@@ -151,9 +151,9 @@ def test_every_routing(device, n, kind):
 
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_the_last_tile_of_an_expert_is_smaller_where_it_fits(device, monkeypatch, kind):
-    monkeypatch.setattr("ringcore.kernels.experts._MIN_SPLIT_ROWS", 32)
+    monkeypatch.setattr("ringcore.kernels.mixtures.experts._MIN_SPLIT_ROWS", 32)
     config = DotConfig(32, 32, 4, 2, 1, block_rows=32)
-    monkeypatch.setattr("ringcore.kernels.experts.MAX_LISTED_TOKENS", 16)
+    monkeypatch.setattr("ringcore.kernels.mixtures.experts.MAX_LISTED_TOKENS", 16)
     Case(device).check(21, kind=kind, config=config)
 
 
@@ -164,7 +164,7 @@ def test_what_is_sorted_between_the_products_is_read_after_a_wait(device, monkey
     """What was sorted before the first product may be read while that one ends."""
     launches = []
     monkeypatch.setattr(
-        "ringcore.kernels.experts.grouped_kernel",
+        "ringcore.kernels.mixtures.experts.grouped_kernel",
         {grid: lambda *_, **given: launches.append(given["finds_early"]) for grid in product(range(1, 9), range(999))},
     )
     case, rows = Case(device), iter((16, rows_of_down))
@@ -452,12 +452,12 @@ def test_they_compile_for_sm90(tmp_path):
     """In tensor-core instructions, which the interpreter does not know, and without spilled registers."""
     script = """
         import torch, triton_for_sm90
-        from ringcore.kernels.dense_experts import DenseExperts
-        from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, RouterForm, Routing
-        from ringcore.kernels.experts import experts
+        from ringcore.kernels.mixtures.dense_experts import DenseExperts
+        from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, RouterForm, Routing
+        from ringcore.kernels.mixtures.experts import experts
         from ringcore.checkpoint.quantization import Mxfp4Format
-        from ringcore.kernels.precompile import intercept_launches
-        from ringcore.kernels.router import route
+        from ringcore.kernels.launch.precompile import intercept_launches
+        from ringcore.kernels.mixtures.router import route
         from ringcore.model_executor import ops
         from ringcore.model_executor.expert_schemes.schemes import experts_scheme
 

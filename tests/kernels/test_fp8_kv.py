@@ -12,17 +12,17 @@ from paged_batch import PagedBatch, assert_close
 from test_paged_attention_decode import decode, scheduler_of
 from test_precompile import run
 
-from ringcore.kernels.decode_tiling import DecodeTiling
-from ringcore.kernels.fp8_rows import from_rows, largest_number, rounded, to_rows
-from ringcore.kernels.kv_write import kv_write, kv_write_reference
-from ringcore.kernels.page_layout import PageLayout, padded_head_size
-from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
-from ringcore.kernels.paged_attention_reference import (
+from ringcore.kernels.attention.decode_tiling import DecodeTiling
+from ringcore.kernels.attention.fp8_rows import from_rows, largest_number, rounded, to_rows
+from ringcore.kernels.attention.kv_write import kv_write, kv_write_reference
+from ringcore.kernels.attention.page_layout import PageLayout, padded_head_size
+from ringcore.kernels.attention.paged_attention_prefill import paged_attention_prefill
+from ringcore.kernels.attention.paged_attention_reference import (
     paged_attention_decode_reference,
     paged_attention_prefill_reference,
 )
-from ringcore.kernels.prompt_padding import gather_padded_kv, gather_padded_kv_reference
-from ringcore.kernels.qk_norm_rope import qk_norm_rope
+from ringcore.kernels.attention.prompt_padding import gather_padded_kv, gather_padded_kv_reference
+from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope
 
 pytestmark = pytest.mark.sampled
 
@@ -206,15 +206,15 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
     """What the interpreter lets pass, the compiler may not. In a separate process, where Triton does not interpret."""
     script = """
         import torch, triton_for_sm90
-        from ringcore.kernels.decode_scheduler import DecodeTileScheduler
-        from ringcore.kernels.decode_tiling import DecodeTiling
-        from ringcore.kernels.kv_write import kv_write
-        from ringcore.kernels.page_layout import PageLayout, padded_head_size
-        from ringcore.kernels.paged_attention_decode import paged_attention_decode
-        from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
-        from ringcore.kernels.precompile import compile_variants, intercept_launches
-        from ringcore.kernels.prompt_padding import gather_padded_kv
-        from ringcore.kernels.qk_norm_rope import qk_norm_rope
+        from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+        from ringcore.kernels.attention.decode_tiling import DecodeTiling
+        from ringcore.kernels.attention.kv_write import kv_write
+        from ringcore.kernels.attention.page_layout import PageLayout, padded_head_size
+        from ringcore.kernels.attention.paged_attention_decode import paged_attention_decode
+        from ringcore.kernels.attention.paged_attention_prefill import paged_attention_prefill
+        from ringcore.kernels.launch.precompile import compile_variants, intercept_launches
+        from ringcore.kernels.attention.prompt_padding import gather_padded_kv
+        from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope
 
         cpu, dtype = torch.device("cpu"), torch.bfloat16
         ints, slots = torch.zeros(9, 4, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)

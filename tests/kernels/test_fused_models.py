@@ -20,7 +20,7 @@ from ringcore.attention.backend import LatentBackend
 from ringcore.attention.backends.torch_mla import TorchMLABackend
 from ringcore.attention.backends.triton_mla import TritonMLABackend
 from ringcore.checkpoint import find_model
-from ringcore.kernels import skinny_configs
+from ringcore.kernels.linears import skinny_configs
 from ringcore.model_executor import ops
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models.transformers.fusion.fused_modules import FusedMLP

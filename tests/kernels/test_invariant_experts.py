@@ -15,9 +15,10 @@ from quantized_checkpoints import BLOCK
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.checkpoint.quantization import AwqFormat
 from ringcore.distributed.parallel import SingleRank
-from ringcore.kernels import invariant_experts
-from ringcore.kernels.dense_experts import DenseExperts
-from ringcore.kernels.expert_matrices import (
+from ringcore.kernels.linears.skinny_tiles import DotConfig
+from ringcore.kernels.mixtures import invariant_experts
+from ringcore.kernels.mixtures.dense_experts import DenseExperts
+from ringcore.kernels.mixtures.expert_matrices import (
     ExpertGate,
     ExpertMatrices,
     ExpertWeight,
@@ -26,10 +27,9 @@ from ringcore.kernels.expert_matrices import (
     experts_reference,
     route_reference,
 )
-from ringcore.kernels.experts import experts, takes_norm
-from ringcore.kernels.invariant_experts import ANY_NUMBER, InvariantExpertTiles
+from ringcore.kernels.mixtures.experts import experts, takes_norm
+from ringcore.kernels.mixtures.invariant_experts import ANY_NUMBER, InvariantExpertTiles
 from ringcore.kernels.partials import Partials
-from ringcore.kernels.skinny_tiles import DotConfig
 from ringcore.model_executor import ops
 from ringcore.model_executor.arithmetic import BatchInvariant
 from ringcore.model_executor.layers.norm import RMSNorm

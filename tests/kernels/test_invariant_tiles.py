@@ -12,11 +12,11 @@ from interpreted_triton import multiply_in_order
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.checkpoint.quantization import InputFormat
-from ringcore.kernels import invariant_tiles
-from ringcore.kernels.invariant_tiles import InvariantTiles, agreeing, dense_tiles
-from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, PackedWeight
-from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
-from ringcore.kernels.skinny_tiles import DotConfig, TmaConfig
+from ringcore.kernels.linears import invariant_tiles
+from ringcore.kernels.linears.invariant_tiles import InvariantTiles, agreeing, dense_tiles
+from ringcore.kernels.linears.packed_weight import BYTES_FP8, BYTES_INT8, PackedWeight
+from ringcore.kernels.linears.skinny_linear import skinny_linear, skinny_linear_reference
+from ringcore.kernels.linears.skinny_tiles import DotConfig, TmaConfig
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
 from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct

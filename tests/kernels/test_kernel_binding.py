@@ -14,8 +14,9 @@ from dense_attention import DenseAttention, DenseRun
 from rounding import rounding
 from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_model, load, random_ids
 
-from ringcore.kernels import activation, rms_norm, skinny_configs
-from ringcore.kernels.skinny_tiles import DotConfig
+from ringcore.kernels import activation, rms_norm
+from ringcore.kernels.linears import skinny_configs
+from ringcore.kernels.linears.skinny_tiles import DotConfig
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm, bind_rms_norm

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT as NONE
-from ringcore.kernels import skinny_configs
-from ringcore.kernels.skinny_configs import choose_split_k
-from ringcore.kernels.skinny_tiles import DotConfig, FmaConfig
+from ringcore.kernels.linears import skinny_configs
+from ringcore.kernels.linears.skinny_configs import choose_split_k
+from ringcore.kernels.linears.skinny_tiles import DotConfig, FmaConfig
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm

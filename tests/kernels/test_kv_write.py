@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringcore.kernels.kv_write import kv_write, kv_write_reference
-from ringcore.kernels.page_layout import PageLayout
+from ringcore.kernels.attention.kv_write import kv_write, kv_write_reference
+from ringcore.kernels.attention.page_layout import PageLayout
 
 pytestmark = pytest.mark.sampled
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringcore.kernels.latent_attention_decode import (
+from ringcore.kernels.attention.latent_attention_decode import (
     latent_attention_decode,
     latent_attention_decode_reference,
     latent_tile_scheduler,
 )
-from ringcore.kernels.latent_rows import latent_rows, latent_rows_reference, rotate_heads, rotate_heads_reference
-from ringcore.kernels.split_kv_combine import UNWRITTEN
+from ringcore.kernels.attention.latent_rows import (
+    latent_rows,
+    latent_rows_reference,
+    rotate_heads,
+    rotate_heads_reference,
+)
+from ringcore.kernels.attention.split_kv_combine import UNWRITTEN
 
 pytestmark = pytest.mark.sampled
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from triton.runtime import build
 
-from ringcore.kernels.launcher_modules import copy_loaded_modules
+from ringcore.kernels.launch.launcher_modules import copy_loaded_modules
 
 _SOURCE = """
 #include <Python.h>

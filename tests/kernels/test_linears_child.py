@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringcore.kernels import skinny_linear
+from ringcore.kernels.linears import skinny_linear
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from sampling_rows import inputs
 from test_precompile import run
 from test_sampling import check
 
-from ringcore.kernels import logit_adjustments as kernels
-from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
+from ringcore.kernels.logits import logit_adjustments as kernels
+from ringcore.kernels.logits.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.model_executor import logit_adjustments as reference
 
 ON_GPU = torch.cuda.is_available()
@@ -171,8 +171,8 @@ def test_batches_of_any_size_share_what_is_compiled(tmp_path) -> None:
     script = """
         import torch, triton_for_sm90
         from adjusted_rows import Row, adjustments_of
-        from ringcore.kernels.logit_adjustments import LogitAdjustments, adjust_logits, count_tokens
-        from ringcore.kernels.precompile import intercept_launches, compile_variants
+        from ringcore.kernels.logits.logit_adjustments import LogitAdjustments, adjust_logits, count_tokens
+        from ringcore.kernels.launch.precompile import intercept_launches, compile_variants
 
         def shifted(tensor):  # by one element: aligned for nothing but that
             return torch.cat((tensor[:1], tensor))[1:]

@@ -13,8 +13,8 @@ from adjusted_rows import Row, adjustments_of
 from exact_sampling import ASKS_FOR_EVERYTHING, CASES, LOGITS, VOCAB_SIZE, Case, p_value
 from sampling_rows import inputs
 
-from ringcore.kernels.logit_adjustments import adjust_logits
-from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
+from ringcore.kernels.logits.logit_adjustments import adjust_logits
+from ringcore.kernels.logits.sampling import DeviceSamplingInputs, sample_tokens
 
 ON_GPU = torch.cuda.is_available()
 in_the_interpreter = pytest.mark.skipif(ON_GPU, reason="the larger test is done")

@@ -14,12 +14,12 @@ from expert_stacks import stacked_experts
 from test_experts import FORMS, GPT_OSS, SILU, Case, routed
 
 from ringcore.checkpoint.quantization import AwqFormat, CodesFormat, InputFormat, OnLoadFormat, PackedFormat
-from ringcore.kernels import experts as experts_module
-from ringcore.kernels import packed_experts_fma
-from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
-from ringcore.kernels.experts import experts, takes_norm
-from ringcore.kernels.experts_configs import choose_grouped
-from ringcore.kernels.skinny_times import FP8_NUMBERS
+from ringcore.kernels.linears.skinny_times import FP8_NUMBERS
+from ringcore.kernels.mixtures import experts as experts_module
+from ringcore.kernels.mixtures import packed_experts_fma
+from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
+from ringcore.kernels.mixtures.experts import experts, takes_norm
+from ringcore.kernels.mixtures.experts_configs import choose_grouped
 from ringcore.model_executor import ops
 from ringcore.model_executor.expert_schemes.stacked import ExpertStack
 from ringcore.model_executor.linear_schemes import quantized_product

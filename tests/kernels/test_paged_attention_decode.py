@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from paged_batch import FEATURED, FEATURED_NAMES, PagedBatch, assert_close
 
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler
-from ringcore.kernels.decode_tiling import DecodeTiling
-from ringcore.kernels.page_layout import PageLayout, padded_head_size
-from ringcore.kernels.paged_attention_decode import paged_attention_decode
-from ringcore.kernels.paged_attention_reference import paged_attention_decode_reference
-from ringcore.kernels.split_kv_combine import UNWRITTEN, pack_partial
+from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.attention.decode_tiling import DecodeTiling
+from ringcore.kernels.attention.page_layout import PageLayout, padded_head_size
+from ringcore.kernels.attention.paged_attention_decode import paged_attention_decode
+from ringcore.kernels.attention.paged_attention_reference import paged_attention_decode_reference
+from ringcore.kernels.attention.split_kv_combine import UNWRITTEN, pack_partial
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
 # Softcaps and sinks are right where 2^x is infinite, on which numpy, and so the interpreter, remarks.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from paged_batch import FEATURED, FEATURED_NAMES, PagedBatch, assert_close
 
-from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
-from ringcore.kernels.paged_attention_reference import paged_attention_prefill_reference
+from ringcore.kernels.attention.paged_attention_prefill import paged_attention_prefill
+from ringcore.kernels.attention.paged_attention_reference import paged_attention_prefill_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")
 # Softcaps and sinks are right where 2^x is infinite, on which numpy, and so the interpreter, remarks.

@@ -9,8 +9,8 @@ from rank_series import in_processes, shared
 from ringcore.distributed.combine import PeerCombine
 from ringcore.distributed.communicator import NcclCommunicator, PeerCollectives
 from ringcore.distributed.peer_memory import PeerMemory
-from ringcore.kernels.combine import combine_reference
-from ringcore.kernels.peer_buffers import PeerBuffers
+from ringcore.kernels.collectives.combine import combine_reference
+from ringcore.kernels.collectives.peer_buffers import PeerBuffers
 
 CPU = torch.device("cpu")
 SIZE = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringcore.kernels.place_pairs import place_pairs
-from ringcore.kernels.placed_pairs import SlotTables, place_pairs_reference
+from ringcore.kernels.mixtures.place_pairs import place_pairs
+from ringcore.kernels.mixtures.placed_pairs import SlotTables, place_pairs_reference
 
 
 @pytest.mark.parametrize(("num_tokens", "k", "dtype"), [(0, 2, torch.int64), (1, 1, torch.int64), (70, 6, torch.int32)])

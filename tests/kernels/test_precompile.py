@@ -14,7 +14,7 @@ import pytest
 import torch
 from triton import JITFunction, knobs
 
-from ringcore.kernels.precompile import compile_variants, intercept_launches
+from ringcore.kernels.launch.precompile import compile_variants, intercept_launches
 from ringcore.kernels.rms_norm import rms_norm, rms_norm_reference
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def test_launches_are_intercepted_once_and_compiled_for_the_next_process(tmp_pat
     script = """
         import torch, triton_for_sm90
         from ringcore.kernels.activation import silu_and_mul
-        from ringcore.kernels.precompile import intercept_launches, compile_variants
+        from ringcore.kernels.launch.precompile import intercept_launches, compile_variants
         from ringcore.kernels.rms_norm import rms_norm
 
         with intercept_launches() as intercepted:
@@ -60,7 +60,7 @@ def test_what_is_compiled_is_left_out_too(tmp_path):
     """Of two kernels the second alone would read what the first should have written."""
     script = """
         import torch, triton_for_sm90
-        from ringcore.kernels.precompile import intercept_launches, compile_variants
+        from ringcore.kernels.launch.precompile import intercept_launches, compile_variants
         from ringcore.kernels.rms_norm import rms_norm
 
         def launch():
@@ -81,8 +81,11 @@ def test_what_is_compiled_is_left_out_too(tmp_path):
 
 FAILING = """
     import torch, triton_for_sm90
-    from ringcore.kernels import activation, paged_decode_kernel, precompile, rms_norm, sampling
-    from ringcore.kernels.precompile import Variant, intercept_launches, compile_variants
+    from ringcore.kernels import activation, rms_norm
+    from ringcore.kernels.attention import paged_decode_kernel
+    from ringcore.kernels.launch import precompile
+    from ringcore.kernels.logits import sampling
+    from ringcore.kernels.launch.precompile import Variant, intercept_launches, compile_variants
 
     with intercept_launches() as intercepted:
         activation.silu_and_mul(torch.ones(1, 64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringcore.kernels.prompt_padding import (
+from ringcore.kernels.attention.prompt_padding import (
     gather_padded_kv,
     gather_padded_kv_reference,
     pad_prompts,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rounding import rounding
 
-from ringcore.kernels.qk_norm import qk_norm, qk_norm_reference
+from ringcore.kernels.attention.qk_norm import qk_norm, qk_norm_reference
 
 pytestmark = pytest.mark.sampled
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rounding import rounding
 
-from ringcore.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 
 pytestmark = pytest.mark.sampled
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringcore.kernels import router
-from ringcore.kernels.expert_matrices import RouterForm, route_reference
-from ringcore.kernels.router import new_router_counters, route, takes_norm
+from ringcore.kernels.mixtures import router
+from ringcore.kernels.mixtures.expert_matrices import RouterForm, route_reference
+from ringcore.kernels.mixtures.router import new_router_counters, route, takes_norm
 
 pytestmark = pytest.mark.sampled
 

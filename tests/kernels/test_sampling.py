@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from sampling_rows import inputs
 
-from ringcore.kernels import sampling
-from ringcore.kernels.sampling import DeviceSamplingInputs, SamplingWorkspace, sample_tokens
-from ringcore.kernels.sampling_draw import exp_of, exponentials
+from ringcore.kernels.logits import sampling
+from ringcore.kernels.logits.sampling import DeviceSamplingInputs, SamplingWorkspace, sample_tokens
+from ringcore.kernels.logits.sampling_draw import exp_of, exponentials
 from ringcore.model_executor.sampler import SamplingInputs, sample, token_logprobs, uniforms
 from ringcore.protocol.row_parameters import ROW_PARAMETERS
 

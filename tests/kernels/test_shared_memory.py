@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels import shared_memory
-from ringcore.kernels.shared_memory import prefer_carveout
+from ringcore.kernels.launch import shared_memory
+from ringcore.kernels.launch.shared_memory import prefer_carveout
 
 GPU = torch.device("cuda", 0)
 CARVE_OUT = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"

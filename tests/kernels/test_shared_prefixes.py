@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler
-from ringcore.kernels.decode_tiling import DecodeTiling
-from ringcore.kernels.prefix_tiling import MAX_SEQS, UNIT_ROWS, PrefixTiling
-from ringcore.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
+from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.attention.decode_tiling import DecodeTiling
+from ringcore.kernels.attention.prefix_tiling import MAX_SEQS, UNIT_ROWS, PrefixTiling
+from ringcore.kernels.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
 
 TILE, NUM_KV_HEADS = 64, 2
 

@@ -7,8 +7,8 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from ringcore.kernels.skinny_tiles import DotConfig
-from ringcore.kernels.skinny_times import H200, fastest_dot
+from ringcore.kernels.linears.skinny_tiles import DotConfig
+from ringcore.kernels.linears.skinny_times import H200, fastest_dot
 
 ROWS = 8
 DATA = Path(__file__).parents[1] / "data" / "skinny_linear_points.json"

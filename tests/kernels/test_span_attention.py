@@ -14,17 +14,17 @@ from interpreted_triton import multiply_in_order
 from paged_batch import PagedBatch, assert_close
 
 from ringcore.errors import ConfigError
-from ringcore.kernels import span_agreement
-from ringcore.kernels.attention_spans import local_shift
-from ringcore.kernels.decode_tiling import DecodeTiling
-from ringcore.kernels.page_layout import PageLayout
-from ringcore.kernels.paged_attention_decode import paged_attention_decode
-from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
-from ringcore.kernels.paged_attention_reference import paged_attention_prefill_reference
-from ringcore.kernels.precompile import NotLaunchedError
-from ringcore.kernels.span_agreement import HeadShape, decode_rows
-from ringcore.kernels.span_scheduler import SpanTileScheduler, span_tiling
-from ringcore.kernels.split_kv_combine import UNWRITTEN
+from ringcore.kernels.attention import span_agreement
+from ringcore.kernels.attention.attention_spans import local_shift
+from ringcore.kernels.attention.decode_tiling import DecodeTiling
+from ringcore.kernels.attention.page_layout import PageLayout
+from ringcore.kernels.attention.paged_attention_decode import paged_attention_decode
+from ringcore.kernels.attention.paged_attention_prefill import paged_attention_prefill
+from ringcore.kernels.attention.paged_attention_reference import paged_attention_prefill_reference
+from ringcore.kernels.attention.span_agreement import HeadShape, decode_rows
+from ringcore.kernels.attention.span_scheduler import SpanTileScheduler, span_tiling
+from ringcore.kernels.attention.split_kv_combine import UNWRITTEN
+from ringcore.kernels.launch.precompile import NotLaunchedError
 
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:overflow encountered in exp2")]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="takes the interpreter too long")

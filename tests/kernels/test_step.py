@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ringcore.kernels.finish_drafts import finish_drafts
-from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows, prepare_decode, write_words
-from ringcore.kernels.step_state import (
+from ringcore.kernels.steps.finish_drafts import finish_drafts
+from ringcore.kernels.steps.step import RaggedRows, fill_last_tokens, finish_rows, prepare_decode, write_words
+from ringcore.kernels.steps.step_state import (
     ARRIVALS,
     BAD_HIDDEN,
     BAD_LOGITS,

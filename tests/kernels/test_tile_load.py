@@ -7,13 +7,13 @@ from tests.kernels.test_precompile import run
 LAUNCHES = """
     import triton_for_sm90
     import torch
-    from ringcore.kernels.dense_experts import DenseExperts
-    from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
-    from ringcore.kernels.experts_fma import experts_of_one_token
-    from ringcore.kernels.packed_weight import BYTES_FP8, NIBBLES, PackedWeight
-    from ringcore.kernels.precompile import intercept_launches
-    from ringcore.kernels.skinny_linear import skinny_linear
-    from ringcore.kernels.skinny_tiles import FmaConfig, PackedFmaConfig
+    from ringcore.kernels.mixtures.dense_experts import DenseExperts
+    from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, Routing
+    from ringcore.kernels.mixtures.experts_fma import experts_of_one_token
+    from ringcore.kernels.linears.packed_weight import BYTES_FP8, NIBBLES, PackedWeight
+    from ringcore.kernels.launch.precompile import intercept_launches
+    from ringcore.kernels.linears.skinny_linear import skinny_linear
+    from ringcore.kernels.linears.skinny_tiles import FmaConfig, PackedFmaConfig
 
     def numbers(*shape):
         return torch.zeros(*shape, dtype=torch.bfloat16)

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
-from ringcore.kernels import skinny_linear, tma_configs
-from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
-from ringcore.kernels.partials import Partials
-from ringcore.kernels.skinny_configs import choose, choose_rounded
-from ringcore.kernels.skinny_linear import skinny_linear_reference
-from ringcore.kernels.skinny_tiles import TmaConfig, padded_rows
-from ringcore.kernels.tma_configs import (
+from ringcore.kernels.linears import skinny_linear, tma_configs
+from ringcore.kernels.linears.packed_weight import BYTES_FP8, PackedWeight
+from ringcore.kernels.linears.skinny_configs import choose, choose_rounded
+from ringcore.kernels.linears.skinny_linear import skinny_linear_reference
+from ringcore.kernels.linears.skinny_tiles import TmaConfig, padded_rows
+from ringcore.kernels.linears.tma_configs import (
     choose_on_hopper,
     choose_rounded_on_hopper,
     chooser,
     rounded_chooser,
     tma_config,
 )
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import Residual
 from tests.kernels.test_precompile import run
@@ -128,11 +128,11 @@ LAUNCHES = """
     import torch, triton_for_sm90
     from tests.kernels.sass import disassemble
     import tempfile
-    from ringcore.kernels.packed_weight import BYTES_FP8, PackedWeight
-    from ringcore.kernels.precompile import intercept_launches
-    from ringcore.kernels.round_rows import RoundedRows
-    from ringcore.kernels.skinny_tiles import TmaConfig
-    from ringcore.kernels.tma_linear import launch_tma_linear
+    from ringcore.kernels.linears.packed_weight import BYTES_FP8, PackedWeight
+    from ringcore.kernels.launch.precompile import intercept_launches
+    from ringcore.kernels.linears.round_rows import RoundedRows
+    from ringcore.kernels.linears.skinny_tiles import TmaConfig
+    from ringcore.kernels.linears.tma_linear import launch_tma_linear
 
     DEFAULTS = {"has_bias": False, "is_gated": False, "is_gelu": False, "adds": False, "launch_pdl": True}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ringcore.kernels.upload import upload, upload_packed
+from ringcore.kernels.launch.upload import upload, upload_packed
 
 CPU = torch.device("cpu")
 ARRAYS = [

@@ -7,15 +7,15 @@ import pytest
 import torch
 from paged_batch import PagedBatch, assert_close
 
-from ringcore.kernels.decode_scheduler import DecodeTileScheduler
-from ringcore.kernels.decode_tiling import DecodeTiling
-from ringcore.kernels.paged_attention_decode import paged_attention_decode
-from ringcore.kernels.paged_attention_reference import paged_attention_decode_reference
-from ringcore.kernels.prefix_tiling import PrefixTiling
-from ringcore.kernels.qk_norm_rope import qk_norm_rope
-from ringcore.kernels.shared_prefixes import find_shared_prefixes
-from ringcore.kernels.split_kv_combine import UNWRITTEN
-from ringcore.kernels.tma_configs import has_wgmma
+from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.attention.decode_tiling import DecodeTiling
+from ringcore.kernels.attention.paged_attention_decode import paged_attention_decode
+from ringcore.kernels.attention.paged_attention_reference import paged_attention_decode_reference
+from ringcore.kernels.attention.prefix_tiling import PrefixTiling
+from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope
+from ringcore.kernels.attention.shared_prefixes import find_shared_prefixes
+from ringcore.kernels.attention.split_kv_combine import UNWRITTEN
+from ringcore.kernels.linears.tma_configs import has_wgmma
 from tests.kernels.test_precompile import run
 
 DEVICE = torch.device("cuda", 0)
@@ -229,11 +229,11 @@ LAUNCHES = """
     import triton_for_sm90
     import torch
     from sass import disassemble
-    from ringcore.kernels.cascade_attention import PrefixTensors
-    from ringcore.kernels.decode_scheduler import DecodeTileScheduler
-    from ringcore.kernels.decode_tiling import DecodeTiling
-    from ringcore.kernels.precompile import intercept_launches
-    from ringcore.kernels.paged_attention_decode import _launch_by_warps
+    from ringcore.kernels.attention.cascade_attention import PrefixTensors
+    from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+    from ringcore.kernels.attention.decode_tiling import DecodeTiling
+    from ringcore.kernels.launch.precompile import intercept_launches
+    from ringcore.kernels.attention.paged_attention_decode import _launch_by_warps
 
     def ints(*shape, dtype=torch.int32):
         return torch.zeros(*shape, dtype=dtype)

@@ -14,11 +14,11 @@ from quantized_checkpoints import store
 from test_precompile import run
 
 from ringcore.checkpoint import quantization as formats
-from ringcore.kernels.round_rows import RowNorm
-from ringcore.kernels.skinny_configs import choose_packed
-from ringcore.kernels.skinny_linear import skinny_linear, skinny_linear_reference
-from ringcore.kernels.skinny_tiles import DotConfig, PackedFmaConfig
-from ringcore.kernels.skinny_times import NIBBLE_NUMBERS
+from ringcore.kernels.linears.round_rows import RowNorm
+from ringcore.kernels.linears.skinny_configs import choose_packed
+from ringcore.kernels.linears.skinny_linear import skinny_linear, skinny_linear_reference
+from ringcore.kernels.linears.skinny_tiles import DotConfig, PackedFmaConfig
+from ringcore.kernels.linears.skinny_times import NIBBLE_NUMBERS
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight
@@ -253,10 +253,10 @@ def test_they_are_compiled_for_a_gpu(tmp_path):
     script = """
         import torch, triton_for_sm90
         from dataclasses import replace
-        from ringcore.kernels.precompile import compile_variants, intercept_launches
-        from ringcore.kernels.skinny_linear import skinny_linear
-        from ringcore.kernels.skinny_tiles import DotConfig, PackedFmaConfig
-        from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES, NIBBLES_E2M1, PackedWeight
+        from ringcore.kernels.launch.precompile import compile_variants, intercept_launches
+        from ringcore.kernels.linears.skinny_linear import skinny_linear
+        from ringcore.kernels.linears.skinny_tiles import DotConfig, PackedFmaConfig
+        from ringcore.kernels.linears.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES, NIBBLES_E2M1, PackedWeight
 
         codes, scales, x = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 2), torch.zeros(1, 256).bfloat16()
         index, words = torch.zeros(256, dtype=torch.int32), torch.zeros(64, 64, dtype=torch.int16)

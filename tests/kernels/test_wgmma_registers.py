@@ -17,14 +17,14 @@ PRODUCTS = """
     import torch, triton_for_sm90
     from tests.kernels.sass import disassemble, overwritten_operands
     from ringcore.checkpoint.quantization import Mxfp4Format
-    from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
-    from ringcore.kernels.experts import GroupedProducts
-    from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES, PackedWeight
-    from ringcore.kernels.paged_attention_prefill import paged_attention_prefill
-    from ringcore.kernels.page_layout import PageLayout
-    from ringcore.kernels.precompile import intercept_launches
-    from ringcore.kernels.skinny_linear import skinny_linear
-    from ringcore.kernels.skinny_tiles import DotConfig
+    from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, Routing
+    from ringcore.kernels.mixtures.experts import GroupedProducts
+    from ringcore.kernels.linears.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES, PackedWeight
+    from ringcore.kernels.attention.paged_attention_prefill import paged_attention_prefill
+    from ringcore.kernels.attention.page_layout import PageLayout
+    from ringcore.kernels.launch.precompile import intercept_launches
+    from ringcore.kernels.linears.skinny_linear import skinny_linear
+    from ringcore.kernels.linears.skinny_tiles import DotConfig
     from ringcore.model_executor import ops
     from ringcore.model_executor.expert_schemes.schemes import experts_scheme
 

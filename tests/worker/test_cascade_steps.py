@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64}], ids=str)
 def test_tokens_are_those_of_rows_that_read_their_own(tmp_path, monkeypatch, options):
     from ringcore.attention.backends.triton import TritonBackend
-    from ringcore.kernels import prefix_tiling
+    from ringcore.kernels.attention import prefix_tiling
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 64}

@@ -20,8 +20,9 @@ from test_precompile import run
 from ringcore import EngineConfig
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.distributed.parallel import SingleRank
-from ringcore.kernels import rms_norm, sampling
-from ringcore.kernels.precompile import Variant
+from ringcore.kernels import rms_norm
+from ringcore.kernels.launch.precompile import Variant
+from ringcore.kernels.logits import sampling
 from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.runner.loaded_model import BuiltModel
 from ringcore.worker.start_up import kernel_list, kernel_warm_up
@@ -422,7 +423,7 @@ LISTED_SCRIPT = """
     import triton_for_sm90
     from pathlib import Path
     from ringcore.kernels.activation import silu_and_mul
-    from ringcore.kernels.precompile import compile_variants, intercept_launches
+    from ringcore.kernels.launch.precompile import compile_variants, intercept_launches
     from ringcore.worker.start_up.kernel_list import KernelList
 
     listed = KernelList(Path({folder!r}), {{"a": "key"}})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from step_driver import make_config
 
-from ringcore.kernels.sampling import DeviceSamplingInputs
+from ringcore.kernels.logits.sampling import DeviceSamplingInputs
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.row_parameters import EVERY_PARAMETER, ROW_PARAMETERS
 from ringcore.worker.platforms.cpu import CpuPlatform

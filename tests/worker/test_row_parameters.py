@@ -7,9 +7,9 @@ import pytest
 import torch
 from step_driver import admit, cache_of, make_step
 
-from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
-from ringcore.kernels.step import prepare_decode
-from ringcore.kernels.step_state import DecodeInputs
+from ringcore.kernels.logits.sampling import DeviceSamplingInputs, sample_tokens
+from ringcore.kernels.steps.step import prepare_decode
+from ringcore.kernels.steps.step_state import DecodeInputs
 from ringcore.kv_cache.spec import FullAttentionSpec
 from ringcore.model_executor.sampler import sample
 from ringcore.params.sampling_params import SamplingParams

@@ -16,12 +16,12 @@ import torch
 from ringcore.attention.context import NO_TOKEN_CONTEXT, TokenContext
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.host.measurements import Measurements
-from ringcore.kernels.found_tiles import FoundTiles
-from ringcore.kernels.skinny_configs import last_of_range
-from ringcore.kernels.skinny_tiles import Config, DotConfig, FmaConfig, TmaConfig
-from ringcore.kernels.skinny_times import BYTE_NUMBERS, DENSE_NUMBERS
-from ringcore.kernels.tile_candidates import candidates
-from ringcore.kernels.tma_configs import tma_config
+from ringcore.kernels.linears.found_tiles import FoundTiles
+from ringcore.kernels.linears.skinny_configs import last_of_range
+from ringcore.kernels.linears.skinny_tiles import Config, DotConfig, FmaConfig, TmaConfig
+from ringcore.kernels.linears.skinny_times import BYTE_NUMBERS, DENSE_NUMBERS
+from ringcore.kernels.linears.tile_candidates import candidates
+from ringcore.kernels.linears.tma_configs import tma_config
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.searched_scheme import SearchedProduct, SearchedTiles
 from ringcore.model_executor.residual import Residual
@@ -295,8 +295,8 @@ def test_all_ranks_take_what_the_first_one_finds(tmp_path: Path) -> None:
 
 
 def test_candidates_are_few_different_and_can_run() -> None:
-    from ringcore.kernels.skinny_configs import choose
-    from ringcore.kernels.tile_candidates import can_run
+    from ringcore.kernels.linears.skinny_configs import choose
+    from ringcore.kernels.linears.tile_candidates import can_run
 
     for shape in ((6144, 2560, False), (2560, 9728, False), (9728, 2560, True), (128256, 3072, False), (64, 64, False)):
         outputs, inputs, is_gated = shape
@@ -324,7 +324,7 @@ SCRIPT = """
 
     from ringcore import EngineConfig
     from ringcore.distributed.parallel import SingleRank
-    from ringcore.kernels.precompile import intercept_launches
+    from ringcore.kernels.launch.precompile import intercept_launches
     from ringcore.model_executor.arithmetic import arithmetic_of
     from ringcore.model_executor.models import build_model
     from ringcore.worker.platforms.cpu import CpuPlatform

@@ -21,7 +21,7 @@ from ringcore.attention.backend import AttentionBackend
 from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.kv_cache.spec import FullAttentionSpec, KVCacheSpec, MLASpec
 
 __all__ = ["FlashAttnBackend"]
@@ -46,7 +46,7 @@ class FlashAttnBackend(AttentionBackend):
     ) -> None:
         super().__init__(spec, layers, sharing_specs)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
-        from ringcore.kernels import kv_write
+        from ringcore.kernels.attention import kv_write
 
         self._kv_write = kv_write.kv_write
         module, _ = _find_module()

@@ -125,7 +125,7 @@ def attend_prompts(
     out: torch.Tensor,  # as query
 ) -> None:
     """Causal self-attention of each prompt."""
-    from ringcore.kernels.prompt_padding import pad_prompts
+    from ringcore.kernels.attention.prompt_padding import pad_prompts
 
     batch, query_len, padded_len = prompts.batch, prompts.query_len, prompts.padded_len
     dense = pad_prompts(query, query_len, padded_len)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kernels.upload import upload_packed
+from ringcore.kernels.launch.upload import upload_packed
 
 __all__ = ["StepTensors"]
 

@@ -45,8 +45,8 @@ from ringcore.attention.backends.torch_sdpa_plan import (
 )
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
+from ringcore.kernels.attention.fp8_rows import from_rows, to_rows
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.kernels.fp8_rows import from_rows, to_rows
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 __all__ = ["TorchSdpaBackend"]

@@ -1,7 +1,7 @@
 """Paged attention on a GPU by the Triton kernels of `ringcore.kernels`.
 
-The cache of a layer is as in `ringcore.kernels.page_layout`: block b is one contiguous byte range in every shape, so
-layers of other shapes may share the same memory.
+The cache of a layer is as in `kernels/attention/page_layout.py`: block b is one contiguous byte range in every shape,
+so layers of other shapes may share the same memory.
 
 Decodes (one token per sequence, first in the step) take the split-KV decode kernel, which balances them over the device
 and reads a common prefix of many once; others take the prefill kernel, but long prompts without cached tokens cuDNN's
@@ -29,13 +29,13 @@ from ringcore.attention.backends.fused_prompts import (
 from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kernels.upload import upload_packed
+from ringcore.kernels.launch.upload import upload_packed
 from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, HeadsSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
-    from ringcore.kernels.decode_scheduler import DecodeTileScheduler
-    from ringcore.kernels.decode_tiling import DecodeTiling
-    from ringcore.kernels.shared_prefixes import SharedPrefixes
+    from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+    from ringcore.kernels.attention.decode_tiling import DecodeTiling
+    from ringcore.kernels.attention.shared_prefixes import SharedPrefixes
 
 __all__ = ["TritonBackend"]
 
@@ -98,7 +98,7 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         super().__init__(spec, layers, sharing_specs)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
-        from ringcore.kernels import (
+        from ringcore.kernels.attention import (
             decode_scheduler,
             decode_tiling,
             kv_write,

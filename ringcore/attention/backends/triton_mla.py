@@ -18,11 +18,11 @@ import torch
 from ringcore.attention.backend import LatentBackend, LatentUpProjection
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
-from ringcore.kernels.upload import upload_packed
+from ringcore.kernels.launch.upload import upload_packed
 from ringcore.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, MLASpec
 
 if TYPE_CHECKING:
-    from ringcore.kernels.decode_scheduler import DecodeTileScheduler
+    from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
 
 __all__ = ["TritonMLABackend"]
 
@@ -80,7 +80,7 @@ class TritonMLABackend(LatentBackend):
     ) -> None:
         super().__init__(spec, layers, sharing_specs)
         assert all(other.page_size_bytes == spec.page_size_bytes for other in sharing_specs)
-        from ringcore.kernels import kv_write, latent_attention_decode, page_layout, paged_attention_prefill
+        from ringcore.kernels.attention import kv_write, latent_attention_decode, page_layout, paged_attention_prefill
 
         self._kv_write, self._page_shape = kv_write.kv_write, page_layout.PageLayout.shape
         self._decode = latent_attention_decode.latent_attention_decode

@@ -1,5 +1,5 @@
 """Paged attention on a GPU whose numbers do not depend on the batch: that of `triton` by spans
-(`ringcore.kernels.attention_spans`).
+(`ringcore.kernels.attention.attention_spans`).
 
 A decode is split over programs as there, and its spans are merged in their order, as a prompt's program merges them.
 """
@@ -16,7 +16,7 @@ from ringcore.attention.spec import AttentionSpec
 from ringcore.kv_cache.spec import KVCacheSpec
 
 if TYPE_CHECKING:
-    from ringcore.kernels.decode_tiling import DecodeTiling
+    from ringcore.kernels.attention.decode_tiling import DecodeTiling
 
 __all__ = ["TritonRowsBackend"]
 
@@ -29,7 +29,7 @@ class TritonRowsBackend(TritonBackend):
         self, spec: KVCacheSpec, layers: Sequence[AttentionSpec], sharing_specs: Sequence[KVCacheSpec] = ()
     ) -> None:
         super().__init__(spec, layers, sharing_specs)
-        from ringcore.kernels import span_agreement, span_scheduler
+        from ringcore.kernels.attention import span_agreement, span_scheduler
 
         sizes = self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size, self.spec.value_size
         self._shape = span_agreement.HeadShape(self.num_heads, *sizes, self._window, self._chunk)

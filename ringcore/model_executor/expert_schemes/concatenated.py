@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
-from ringcore.kernels.expert_matrices import ExpertWeight
-from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.linears.packed_weight import PackedWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 
 __all__ = ["ConcatenatedScheme", "concatenated"]

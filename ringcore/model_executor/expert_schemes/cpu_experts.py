@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts
 from ringcore.model_executor.expert_schemes.padded_inputs import padded_inputs
 from ringcore.model_executor.expert_schemes.quantized_experts import QuantizedExperts

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.checkpoint.matrix_tensors import Inputs, MatrixTensor, Outputs
-from ringcore.kernels.dense_experts import DenseExperts
-from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.kernels.mixtures.dense_experts import DenseExperts
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 
 __all__ = ["DenseScheme"]

@@ -9,7 +9,7 @@ import torch
 
 from ringcore.checkpoint.matrix_tensors import Inputs, MatrixTensor, Outputs
 from ringcore.checkpoint.quantization import GgufFormat
-from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts
 from ringcore.model_executor.expert_schemes.padded_inputs import padded_inputs
 from ringcore.model_executor.expert_schemes.quantized_experts import ExpandingExperts

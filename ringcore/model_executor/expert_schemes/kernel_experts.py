@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ringcore.kernels.expert_matrices import ExpertWeight
-from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.linears.packed_weight import PackedWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor.linear_schemes.block_kernels import LANES, KernelMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding
 from ringcore.model_executor.weight import Derived

@@ -13,7 +13,7 @@ import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.checkpoint.quantization import Mxfp4Format
-from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor import ops
 from ringcore.model_executor.expert_schemes.interleaved_blocks import Interleaved, interleaved_blocks, is_interleaved
 from ringcore.model_executor.expert_schemes.kernel_experts import KernelExperts

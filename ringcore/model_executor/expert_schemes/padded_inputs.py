@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from ringcore.kernels.expert_matrices import ExpertWeight
-from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.linears.packed_weight import PackedWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 
 __all__ = ["padded_inputs"]
 

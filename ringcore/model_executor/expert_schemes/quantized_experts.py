@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from ringcore.kernels.expert_matrices import ExpertWeight
-from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.linears.packed_weight import PackedWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.expanding_product import ExpandableMatrix
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
-from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor.weight import Arrangement
 
 __all__ = ["ExpertsScheme"]

@@ -9,8 +9,8 @@ import torch
 
 from ringcore.checkpoint.quantization.expert_formats import has_order
 from ringcore.errors import ModelLoadError
-from ringcore.kernels.dense_experts import DenseExperts
-from ringcore.kernels.expert_matrices import ExpertWeight
+from ringcore.kernels.mixtures.dense_experts import DenseExperts
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor import ops
 from ringcore.model_executor.expert_schemes.cpu_experts import cpu_experts
 from ringcore.model_executor.expert_schemes.joined import joined

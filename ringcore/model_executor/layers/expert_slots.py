@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.kernels.placed_pairs import PlacedPairs, SlotTables, place_pairs_reference
+from ringcore.kernels.mixtures.placed_pairs import PlacedPairs, SlotTables, place_pairs_reference
 from ringcore.model_executor import ops
 from ringcore.model_executor.weight import Arrangement
 from ringcore.protocol.expert_placement import ExpertPlacement
@@ -55,7 +55,7 @@ class ExpertSlots:
         """tensors: of this rank's experts; moved: called when they have others."""
         self._place, self._tensors, self._moved = place_pairs_reference, tensors, moved
         if ops.has_kernels(device):
-            from ringcore.kernels.place_pairs import place_pairs
+            from ringcore.kernels.mixtures.place_pairs import place_pairs
 
             self._place = place_pairs
         num_experts, replicas = self.placement.num_experts, self.placement.max_replicas

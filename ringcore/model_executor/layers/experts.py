@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, Routing
+from ringcore.kernels.mixtures.expert_matrices import Activate, ExpertMatrices, Routing
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
@@ -46,12 +46,12 @@ class BoundExperts:
         self._hidden_size, self._dtype = matrices.down.shape[1], matrices.up.dtype
         self._has_kernels = ops.has_kernels(matrices.up.device)
         if self._has_kernels:
-            from ringcore.kernels import experts, experts_configs
+            from ringcore.kernels.mixtures import experts, experts_configs
 
             self._experts: Callable[..., torch.Tensor] = experts.experts
             self._takes_norm: Callable[..., bool] = experts.takes_norm
             if is_batch_invariant:
-                from ringcore.kernels.invariant_experts import ANY_NUMBER, InvariantExpertTiles
+                from ringcore.kernels.mixtures.invariant_experts import ANY_NUMBER, InvariantExpertTiles
 
                 choose = InvariantExpertTiles(matrices).choose
                 self._experts = partial(experts.experts, choose=choose, limits=ANY_NUMBER)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, ExpertWeight, Routing
+from ringcore.kernels.mixtures.expert_matrices import Activate, ExpertMatrices, ExpertWeight, Routing
 
 __all__ = ["grouped_experts"]
 

@@ -226,7 +226,7 @@ class QKNorm(WeightedLayer):
         weights = [tensors.pop(weight.name) for weight in self._weights]
         derived = self._derived = Derived()
         if ops.has_kernels(weights[0].device):
-            from ringcore.kernels.qk_norm import qk_norm
+            from ringcore.kernels.attention.qk_norm import qk_norm
 
             gain = derived.make(lambda: torch.cat(weights).float().add_(float(self._plus_one)))
             self._normalise = functools.partial(qk_norm, gain=gain, sizes=self._sizes, eps=self._eps)

@@ -143,7 +143,7 @@ class KernelRotation:
         head_norm: HeadNorm | None,
         kv_target: KVWriteTarget | None = None,
     ) -> Heads:
-        from ringcore.kernels.qk_norm_rope import qk_norm_rope
+        from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope
 
         gain, eps = (None, 0.0) if head_norm is None else (head_norm.gain, head_norm.eps)
         kv_cache, slots = (None, None) if kv_target is None else kv_target
@@ -161,14 +161,14 @@ class KernelRotation:
         return q, k, v
 
     def rotate(self, x: torch.Tensor) -> None:
-        from ringcore.kernels.latent_rows import rotate_heads
+        from ringcore.kernels.attention.latent_rows import rotate_heads
 
         rotate_heads(x, self.cos_sin)
 
     def latent_rows(
         self, compressed: torch.Tensor, norm: RMSNorm, kv_target: KVWriteTarget | None = None
     ) -> torch.Tensor:
-        from ringcore.kernels.latent_rows import latent_rows
+        from ringcore.kernels.attention.latent_rows import latent_rows
 
         return latent_rows(compressed, norm.gain, norm.eps, self.cos_sin, *(kv_target or ()))
 

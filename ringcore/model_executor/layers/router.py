@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
-from ringcore.kernels.expert_matrices import RouterForm, Routing
+from ringcore.kernels.mixtures.expert_matrices import RouterForm, Routing
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.residual import NormedRows
 
@@ -23,7 +23,7 @@ class BoundRouter:
         correction: torch.Tensor | None = None,
     ) -> None:
         """As `kernels.router.route` takes them. The tensors are used as they are, so they may get new contents."""
-        from ringcore.kernels import router
+        from ringcore.kernels.mixtures import router
 
         self._weight = weight
         counters = router.new_router_counters(weight.device)
@@ -50,7 +50,7 @@ class InvariantRouter:
     """A router on a GPU whose choice for a token does not depend on how many there are."""
 
     def __init__(self, weight: torch.Tensor, form: RouterForm) -> None:
-        from ringcore.kernels.router import choose_experts
+        from ringcore.kernels.mixtures.router import choose_experts
 
         self._logits = KernelProduct(weight, None, torch.float32).batch_invariant()
         self._form, self._choose = form, choose_experts

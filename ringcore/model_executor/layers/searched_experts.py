@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ringcore.kernels.expert_matrices import Activate, ExpertMatrices, Routing
-from ringcore.kernels.found_tiles import TileProblem
-from ringcore.kernels.packed_weight import stored_as
+from ringcore.kernels.linears.found_tiles import TileProblem
+from ringcore.kernels.linears.packed_weight import stored_as
+from ringcore.kernels.linears.skinny_configs import last_of_range
+from ringcore.kernels.linears.skinny_tiles import Config
+from ringcore.kernels.mixtures.expert_matrices import Activate, ExpertMatrices, Routing
 from ringcore.kernels.partials import Partials
-from ringcore.kernels.skinny_configs import last_of_range
-from ringcore.kernels.skinny_tiles import Config
 from ringcore.model_executor.linear_schemes.searched_scheme import Like, RandomNumbers, SearchedTiles, Streams
 from ringcore.model_executor.residual import Residual
 
@@ -22,7 +22,7 @@ __all__ = ["SearchedExperts"]
 
 
 class SearchedExperts:
-    """As `ringcore.kernels.experts.experts`, which computes it."""
+    """As `ringcore.kernels.mixtures.experts.experts`, which computes it."""
 
     def __init__(
         self, experts: Callable[..., torch.Tensor], choose: Callable[..., Config], tiles: SearchedTiles

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringcore.kernels.packed_weight import MAX_E2M1_EXPONENT, TILE_OUTPUTS, TILE_WORDS
+from ringcore.kernels.linears.packed_weight import MAX_E2M1_EXPONENT, TILE_OUTPUTS, TILE_WORDS
 from ringcore.model_executor.linear_schemes.codes import (
     AwqCodes,
     CodePlaces,

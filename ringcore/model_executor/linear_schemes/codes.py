@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from ringcore.kernels.packed_weight import E2M1_BITS, TILE_OUTPUTS, TILE_WORDS
+from ringcore.kernels.linears.packed_weight import E2M1_BITS, TILE_OUTPUTS, TILE_WORDS
 
 __all__ = [
     "E2M1_MAGNITUDES",

@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from ringcore.kernels.expert_matrices import ExpertWeight
-from ringcore.kernels.packed_weight import PackedWeight
+from ringcore.kernels.linears.packed_weight import PackedWeight
+from ringcore.kernels.mixtures.expert_matrices import ExpertWeight
 from ringcore.model_executor.linear_schemes.invariant_product import (
     ONE_SIZE,
     agreeing_sizes,

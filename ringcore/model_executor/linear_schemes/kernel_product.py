@@ -13,16 +13,16 @@ import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
-from ringcore.kernels.packed_weight import stored_as
+from ringcore.kernels.linears.packed_weight import stored_as
 from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Derived
 
 if TYPE_CHECKING:
-    from ringcore.kernels.packed_weight import PackedWeight
-    from ringcore.kernels.skinny_tiles import Config
-    from ringcore.kernels.skinny_times import Numbers
+    from ringcore.kernels.linears.packed_weight import PackedWeight
+    from ringcore.kernels.linears.skinny_tiles import Config
+    from ringcore.kernels.linears.skinny_times import Numbers
 
 __all__ = ["Choose", "KernelProduct", "sums_in_float32"]
 
@@ -43,7 +43,14 @@ class KernelProduct(Product):
         derived: Derived | None = None,
     ) -> None:
         """out_dtype: of `__call__`, for a linear without bias; None: the weight's. derived: of a quantized weight."""
-        from ringcore.kernels import expand_weight, round_rows, skinny_configs, skinny_linear, skinny_tiles, tma_configs
+        from ringcore.kernels.linears import (
+            expand_weight,
+            round_rows,
+            skinny_configs,
+            skinny_linear,
+            skinny_tiles,
+            tma_configs,
+        )
 
         assert bias is None or out_dtype is None
         self.weight = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
@@ -72,7 +79,7 @@ class KernelProduct(Product):
 
     def batch_invariant(self) -> KernelProduct:
         """The same product by tiles that agree, never by cuBLAS: a row has the same bits in any number of rows."""
-        from ringcore.kernels.invariant_tiles import InvariantTiles
+        from ringcore.kernels.linears.invariant_tiles import InvariantTiles
 
         made, tiles = copy.copy(self), InvariantTiles(self.weight)
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ringcore.kernels.packed_weight import BYTES_FP8, BYTES_INT8, BYTES_UINT8, NIBBLES, NIBBLES_E2M1, PackedWeight
+from ringcore.kernels.linears.packed_weight import (
+    BYTES_FP8,
+    BYTES_INT8,
+    BYTES_UINT8,
+    NIBBLES,
+    NIBBLES_E2M1,
+    PackedWeight,
+)
 from ringcore.model_executor.linear_schemes.codes import ByteCodes, E2m1QuadCodes, QuadCodes, WordCodes
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 

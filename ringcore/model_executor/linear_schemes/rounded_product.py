@@ -11,7 +11,7 @@ import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
-from ringcore.kernels.packed_weight import stored_as
+from ringcore.kernels.linears.packed_weight import stored_as
 from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.kernel_product import Choose
 from ringcore.model_executor.linear_schemes.product import Gate, Product
@@ -20,10 +20,10 @@ from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Derived
 
 if TYPE_CHECKING:
-    from ringcore.kernels.packed_weight import PackedWeight
-    from ringcore.kernels.round_rows import RowNorm
-    from ringcore.kernels.skinny_tiles import Config
-    from ringcore.kernels.skinny_times import Numbers
+    from ringcore.kernels.linears.packed_weight import PackedWeight
+    from ringcore.kernels.linears.round_rows import RowNorm
+    from ringcore.kernels.linears.skinny_tiles import Config
+    from ringcore.kernels.linears.skinny_times import Numbers
 
 __all__ = ["RoundedProduct"]
 
@@ -40,7 +40,7 @@ class RoundedProduct(Product):
         derived: Derived,
     ) -> None:
         """row_group: inputs that share a scale of a row. scaled: of many rows, where there is one."""
-        from ringcore.kernels import round_rows, skinny_linear, skinny_tiles, tma_configs
+        from ringcore.kernels.linears import round_rows, skinny_linear, skinny_tiles, tma_configs
 
         self._weight, self._bias, self._derived = weight, bias, derived
         self._row_group, self._scaled = row_group, scaled
@@ -65,7 +65,7 @@ class RoundedProduct(Product):
 
     def batch_invariant(self) -> RoundedProduct:
         """See `KernelProduct.batch_invariant`."""
-        from ringcore.kernels.invariant_tiles import InvariantTiles
+        from ringcore.kernels.linears.invariant_tiles import InvariantTiles
 
         made, tiles = copy.copy(self), InvariantTiles(self._weight, rounds_rows=True)
 

@@ -11,9 +11,9 @@ import torch
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT, TokenContext
 from ringcore.checkpoint.matrix_tensors import MatrixTensor
-from ringcore.kernels.found_tiles import FoundTiles, TileProblem
-from ringcore.kernels.skinny_configs import MAX_ROWS, last_of_range
-from ringcore.kernels.skinny_tiles import Config
+from ringcore.kernels.linears.found_tiles import FoundTiles, TileProblem
+from ringcore.kernels.linears.skinny_configs import MAX_ROWS, last_of_range
+from ringcore.kernels.linears.skinny_tiles import Config
 from ringcore.model_executor.linear_schemes.kernel_product import Choose, KernelProduct
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct

@@ -10,7 +10,7 @@ import torch
 from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.kernels.expert_matrices import (
+from ringcore.kernels.mixtures.expert_matrices import (
     ExpertMatrices,
     ExpertWeight,
     RouterForm,

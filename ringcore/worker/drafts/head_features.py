@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 
 __all__ = ["MOST_PENDING", "Due", "HeadFeatures"]
 

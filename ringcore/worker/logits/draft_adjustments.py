@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import RowError
 from ringcore.worker.logits.row_adjustments import RowAdjustments

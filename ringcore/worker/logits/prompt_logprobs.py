@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.model_executor.sampler import HostLogprobsCopy, LogprobTensors, logprob_tensors
 from ringcore.protocol.requests import PromptLogprobs
 from ringcore.protocol.steps import NewRequest

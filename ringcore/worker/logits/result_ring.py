@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from ringcore.kernels.step_state import RING_HEAD
+from ringcore.kernels.steps.step_state import RING_HEAD
 
 __all__ = ["ResultRing"]
 

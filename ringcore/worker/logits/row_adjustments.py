@@ -15,7 +15,7 @@ import torch
 from ringcore.config import EngineConfig
 from ringcore.errors import InvalidRequestError
 from ringcore.grammars import Grammars, Matcher
-from ringcore.kernels.upload import upload, upload_packed
+from ringcore.kernels.launch.upload import upload, upload_packed
 from ringcore.model_executor.logit_adjustments import LogitAdjustments
 from ringcore.protocol.steps import NewRequest, RowError
 from ringcore.worker.logits.row_processors import RowProcessors

@@ -9,7 +9,7 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.params.logits_processor import LogitsProcessor, LogitsProcessorContext, load_logits_processor
 from ringcore.protocol.steps import NewRequest
 

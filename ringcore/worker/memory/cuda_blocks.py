@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.worker.memory.block_link import BlockLink
 from ringcore.worker.memory.block_pages import BlockPages
 from ringcore.worker.memory.host_link import HostLink

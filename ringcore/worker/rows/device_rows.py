@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringcore.kernels.step import write_words
-from ringcore.kernels.step_state import (
+from ringcore.kernels.launch.upload import upload
+from ringcore.kernels.steps.step import write_words
+from ringcore.kernels.steps.step_state import (
     LAST_TOKEN,
     NUM_CACHED,
     NUM_COMPUTED,
@@ -20,7 +21,6 @@ from ringcore.kernels.step_state import (
     ROW_MASK,
     StateLayout,
 )
-from ringcore.kernels.upload import upload
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.protocol.steps import NewRequest
 from ringcore.worker.rows.drafts import Drafts

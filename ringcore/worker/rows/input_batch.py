@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ringcore.attention.metadata import AttentionMetadata
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.protocol.row_spans import RowSpans
 from ringcore.worker.rows.request_rows import RequestRows
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.model_executor.logit_adjustments import reset_counts
 
 __all__ = ["BitmaskTable", "CountTable", "mask_tokens", "table_bytes", "token_bitmask"]

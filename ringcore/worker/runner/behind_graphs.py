@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.worker.drafts.drafts_behind import VerifiedPlaces
 from ringcore.worker.runner import graph_capture

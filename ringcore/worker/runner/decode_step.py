@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from ringcore.attention.context import GroupContext
-from ringcore.kernels.finish_drafts import finish_drafts
-from ringcore.kernels.sampling import sample_tokens
-from ringcore.kernels.step import RaggedRows, finish_rows, prepare_decode
-from ringcore.kernels.step_state import DecodeInputs
+from ringcore.kernels.logits.sampling import sample_tokens
+from ringcore.kernels.steps.finish_drafts import finish_drafts
+from ringcore.kernels.steps.step import RaggedRows, finish_rows, prepare_decode
+from ringcore.kernels.steps.step_state import DecodeInputs
 from ringcore.protocol.codec import int_array
 from ringcore.worker.drafts.drafts_behind import VerifiedPlaces
 from ringcore.worker.logits.result_ring import ResultRing

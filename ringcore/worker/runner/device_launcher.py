@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ringcore.config import EngineConfig
-from ringcore.kernels import logit_adjustments
-from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
-from ringcore.kernels.step import RaggedRows, fill_last_tokens, finish_rows
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
+from ringcore.kernels.logits import logit_adjustments
+from ringcore.kernels.logits.sampling import DeviceSamplingInputs, sample_tokens
+from ringcore.kernels.steps.step import RaggedRows, fill_last_tokens, finish_rows
 from ringcore.kv_cache.spec import KVCacheConfig
 from ringcore.model_executor.sampler import PendingLogprobs
 from ringcore.protocol.steps import NewRequest, RowError

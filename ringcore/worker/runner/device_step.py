@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ringcore.kernels.step_state import BAD_HIDDEN, BAD_LOGITS, NOT_GAINED_BAD
+from ringcore.kernels.steps.step_state import BAD_HIDDEN, BAD_LOGITS, NOT_GAINED_BAD
 from ringcore.model_executor.sampler import PendingLogprobs
 from ringcore.protocol.steps import RowError
 from ringcore.worker.logits.pooled_prompts import LaunchedPooledPrompt

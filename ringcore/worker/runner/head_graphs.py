@@ -15,7 +15,7 @@ import torch
 
 from ringcore.attention.backend import PagedBackend
 from ringcore.attention.context import ForwardContext, GroupContext
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.worker.drafts.drafts_behind import DraftsBehind, VerifiedPlaces
 from ringcore.worker.drafts.head_runs import HeadRuns

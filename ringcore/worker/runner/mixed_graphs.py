@@ -10,7 +10,7 @@ import torch
 
 from ringcore.attention.backend import PagedBackend
 from ringcore.attention.context import GroupContext
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.worker.rows.device_rows import DeviceRows
 from ringcore.worker.rows.input_batch import InputBatch
 from ringcore.worker.runner import graph_capture

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ringcore.distributed.pipeline import Arrival, StageLink
-from ringcore.kernels.upload import upload
+from ringcore.kernels.launch.upload import upload
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.worker.rows.request_rows import RequestRows
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from ringcore.kernels.device_timer import timer
-from ringcore.kernels.precompile import compile_variants, intercept_launches
+from ringcore.kernels.launch.device_timer import timer
+from ringcore.kernels.launch.precompile import compile_variants, intercept_launches
 from ringcore.worker.start_up.tile_search import Timer
 
 __all__ = ["DeviceBench"]

@@ -23,7 +23,7 @@ from ringcore.distributed.parallel import TensorParallel
 from ringcore.host.cache_folder import TILES, our_cache_folder
 from ringcore.host.file_names import with_utf8_names
 from ringcore.host.measurements import Measurements
-from ringcore.kernels.precompile import Variant
+from ringcore.kernels.launch.precompile import Variant
 
 __all__ = ["KernelList"]
 

@@ -26,7 +26,7 @@ import torch
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.kernels.precompile import Variant, compile_variants, hash_compiler, intercept_launches
+from ringcore.kernels.launch.precompile import Variant, compile_variants, hash_compiler, intercept_launches
 from ringcore.model_executor.arithmetic import arithmetic_of
 from ringcore.model_executor.models import build_model, few_layers
 from ringcore.model_executor.models.base import CausalLM

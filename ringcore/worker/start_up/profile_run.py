@@ -18,7 +18,7 @@ from ringcore.attention.metadata import AttentionMetadata
 from ringcore.config import EngineConfig
 from ringcore.errors import CapacityError
 from ringcore.host.byte_sizes import format_bytes
-from ringcore.kernels.sampling import DeviceSamplingInputs, sample_tokens
+from ringcore.kernels.logits.sampling import DeviceSamplingInputs, sample_tokens
 from ringcore.kv_cache.spec import KVCacheSpec
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.sampler import SamplingInputs, logprob_tensors, token_logprobs

@@ -15,9 +15,9 @@ from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
-from ringcore.kernels.dense_experts import DenseExperts
-from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing
-from ringcore.kernels.placed_pairs import SlotTables, place_pairs_reference
+from ringcore.kernels.mixtures.dense_experts import DenseExperts
+from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, Routing
+from ringcore.kernels.mixtures.placed_pairs import SlotTables, place_pairs_reference
 from ringcore.model_executor.layers import expert_slots
 from ringcore.model_executor.layers.expert_slots import ExpertSlots, SlotTensor
 from ringcore.model_executor.layers.experts import BoundExperts

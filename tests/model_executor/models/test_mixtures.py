@@ -15,8 +15,8 @@ from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank, TensorParallel
 from ringcore.errors import ModelLoadError
 from ringcore.families import FAMILIES
-from ringcore.kernels.dense_experts import DenseExperts
-from ringcore.kernels.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
+from ringcore.kernels.mixtures.dense_experts import DenseExperts
+from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, Routing, experts_reference
 from ringcore.kernels.partials import Partials
 from ringcore.model_executor.layers.grouped_experts import grouped_experts
 from ringcore.model_executor.loader import load_weights, pending_weights

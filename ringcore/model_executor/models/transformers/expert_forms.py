@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcore.kernels.expert_matrices import Activate, ExpertGate
+from ringcore.kernels.mixtures.expert_matrices import Activate, ExpertGate
 
 __all__ = ["ExpertForm", "form_of", "is_experts"]
 

@@ -20,7 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ringcore.checkpoint.quantization import Quantization
 from ringcore.distributed.parallel import SingleRank, TensorParallel
-from ringcore.kernels.expert_matrices import ExpertMatrices, ExpertWeight, Routing
+from ringcore.kernels.mixtures.expert_matrices import ExpertMatrices, ExpertWeight, Routing
 from ringcore.model_executor.expert_schemes.dense import DenseScheme
 from ringcore.model_executor.expert_schemes.scheme import ExpertsScheme
 from ringcore.model_executor.expert_schemes.schemes import experts_scheme

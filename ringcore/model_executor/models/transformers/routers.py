@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ringcore.kernels.expert_matrices import RouterForm, Routing, route_reference
+from ringcore.kernels.mixtures.expert_matrices import RouterForm, Routing, route_reference
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.router import BoundRouter
 from ringcore.model_executor.residual import NormedRows, Residual

@@ -1,0 +1,1 @@
+"""Kernels of attention: decodes, prompts, latents, the KV write and the rotation before it."""

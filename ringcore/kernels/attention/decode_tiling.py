@@ -1,0 +1,96 @@
+"""The tiles of split-KV decode attention, how many programs run at once, and which kernel it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ringcore.kernels.attention.page_layout import padded_head_size
+
+__all__ = ["DecodeTiling"]
+
+_TILE_BYTES = 16 << 10  # of keys, and as many of values: with two pipeline stages three programs fit on an SM
+_FEW_SEQS = 4  # up to here a step is short: ramp-up and combine dominate
+_SOME_SEQS = 32
+_WARP_WIDTHS = (64, 128)  # head sizes
+_HOPPER = 9  # of a compute capability
+_WIDE_TOKEN, _FEW_ROWS = 128, 8  # bytes of a key in FP8, rows of a tile: up to them two warps have enough registers
+
+
+class DecodeTiling(NamedTuple):
+    """Tile shape and launch parameters of the decode kernel, chosen without knowing any sequence length."""
+
+    tile_tokens: int  # keys and values of one iteration
+    num_warps: int
+    stages: int  # pipeline stages; a load whose address is loaded has one fewer
+    programs_per_sm: int
+    min_tiles: int  # of a range: shorter ones save less reading than their combine costs
+    partials_per_round: int  # partials of a work item that the combine loads together
+    rows: int = 8  # of a tile of queries, at least
+    by_warps: bool = False  # by `warp_split_decode`
+
+    @classmethod
+    def choose_by_warps(
+        cls, num_seqs: int, sizes: tuple[int, int], dtype: torch.dtype, group: int, device: torch.device
+    ) -> DecodeTiling | None:
+        """For `warp_split_decode`. sizes: of a key and of a value of a head. None: it does not serve these.
+
+        Microseconds that attention adds to a layer of a CUDA graph (QKV product, rotation, output projection) of
+        Qwen3-4B on an H200, first by `choose`:
+
+            | tiling             | 1 x 150 | 4 x 550 | 8 x 550 | 16 x 550 | 32 x 550 | 1 x 2,500 | 8 x 1,300 |
+            | `choose`           |     5.2 |     7.1 |    10.4 |     14.8 |     21.2 |       9.1 |      16.1 |
+            | (64, 4, 3, 1, 3)   |     3.0 |     5.5 |     8.1 |     11.2 |     23.8 |       7.5 |      14.1 |
+            | (64, 4, 3, 2, 2)   |     4.5 |     7.1 |     7.4 |     11.7 |     18.9 |       9.8 |      13.8 |
+            | (128, 8, 3, 1, 2)  |     4.0 |     5.8 |     8.7 |     11.8 |     23.0 |       8.6 |      13.9 |
+
+        Two stages in place of three are as fast to within 5%; two warps are slower in most cases. A dependent launch
+        after the wait, or after the loop, is slower by 1 to 2 us. With one sequence a range of fewer tiles costs more
+        to combine than it saves.
+        """
+        width, v_width = sizes
+        fits = width == v_width in _WARP_WIDTHS and dtype.itemsize == 2 and group <= _FEW_ROWS
+        if not (fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER):
+            return None  # other GPUs may have less shared memory, and it was measured on none
+        stages = 3 * 128 // width
+        if num_seqs <= _FEW_SEQS:
+            return cls(64, 4, stages, 1, 3, 16, by_warps=True)
+        # A kernel has one carve-out, so these are not partials_per_round of the other.
+        return cls(64, 4, stages, 2, 2, 4, by_warps=True)
+
+    @classmethod
+    def choose(
+        cls, num_seqs: int, head_size: int, dtype: torch.dtype, *, group: int = 1, rows: int = _FEW_ROWS
+    ) -> DecodeTiling:
+        """For at most `num_seqs` sequences over caches of `dtype`. group: query heads of a KV head. Measured on H200s.
+        Microseconds of one layer of 32 query heads and 8 KV heads of size 128, in bfloat16:
+
+            | tiling           | 1 x 640 | 4 x 640 | 8 x 640 | 32 x 1,152 | 256 x 1,000 | 1 x 32,768 | 8 x 32,768 |
+            | (64, 4, 3, 1, 2) |     5.3 |     6.9 |     9.1 |            |             |       40.3 |        298 |
+            | (64, 4, 3, 2, 2) |     5.9 |     8.4 |     9.8 |       40.0 |         251 |       44.2 |        252 |
+
+        Tiles of 32 tokens, of 128, or of 8 warps, one more pipeline stage and three programs per SM are not faster.
+        Programs of two warps, four per SM, take 67.1 in place of 70.0 for 64 x 1,000 tokens, where each KV head of a
+        sequence is one program's; but two warps have no tensor cores for shared prefixes. With few sequences each has
+        many partials, which are combined eight per round: one per round costs 1.4% of a Qwen3-8B pass and 6.7% of a
+        Qwen3-0.6B pass at 1 x 640 tokens, 4.4% and 14% at 1 x 2,500 tokens; sixteen are no better. More sequences have
+        fewer partials each: four per round gain 0.6% and 3% at 8 x 400 tokens. Ranges of one tile, not two, are 1 us
+        faster for 1 x 384 tokens alone, 1 us slower for 1 x 1,300, and no faster in passes.
+
+        FP8 (bytes): a tile is a chain of conversions and reductions, so small programs run side by side.
+
+            | tiling            | 1 x 640 | 4 x 640 | 8 x 640 | 32 x 1,152 | 256 x 1,000 | 1 x 32,768 | 8 x 32,768 |
+            | (128, 4, 3, 1, 2) |     6.6 |     7.2 |     9.3 |       36.3 |         233 |       35.4 |        224 |
+            | (128, 4, 3, 2, 2) |     7.2 |     8.4 |     9.5 |       26.1 |         151 |       31.1 |        151 |
+            | (128, 2, 2, 4, 2) |         |         |         |       29.0 |         146 |       42.0 |        143 |
+
+        One program on an SM is faster for short contexts and much slower for long ones, for which caches are in FP8.
+        """
+        token_bytes = padded_head_size(head_size) * dtype.itemsize
+        is_fp8, is_few = dtype.itemsize == 1, num_seqs <= _FEW_SEQS
+        tile_tokens = max(16, min(128 if is_fp8 else 64, _TILE_BYTES // token_bytes))
+        if is_fp8 and num_seqs > _SOME_SEQS and token_bytes <= _WIDE_TOKEN and max(group, rows) <= _FEW_ROWS:
+            return cls(tile_tokens, 2, 2, 4, 2, 4, rows)
+        programs_per_sm = 1 if is_few and not is_fp8 else 2
+        return cls(tile_tokens, 4, 3, programs_per_sm, 2, 8 if is_few else 4, rows)

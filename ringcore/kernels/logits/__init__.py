@@ -1,0 +1,1 @@
+"""Kernels on logits: adjustments, filters, and the draw."""

@@ -1,0 +1,1 @@
+"""The first and last kernels of a step: its inputs from the row state, and the update of that state."""
