@@ -21,8 +21,8 @@ from benchmarks.linear_points import LinearCase, Point, Points, cases_of, footpr
 from benchmarks.models import DEFAULT_MODELS, MODELS, find_published
 from benchmarks.result import Check, Findings, Limit, Measurement, write_json
 from ringcore.kernels.linears import skinny_configs
-from ringcore.kernels.linears.tile_candidates import Kernel, first_kernels, near
 from ringcore.kernels.linears.tma_configs import choose_on_hopper
+from ringcore.kernels.search.tile_candidates import Kernel, first_kernels, near
 
 __all__ = ["GpuLinears"]
 

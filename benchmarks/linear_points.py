@@ -11,7 +11,7 @@ import msgspec
 from benchmarks.driver import BenchmarkError
 from benchmarks.models import PublishedModel
 from ringcore.kernels.linears.skinny_tiles import DotConfig, FmaConfig, TmaConfig
-from ringcore.kernels.linears.tile_candidates import Kernel, block_rows
+from ringcore.kernels.search.tile_candidates import Kernel, block_rows
 
 __all__ = ["LinearCase", "Point", "Points", "cases_of", "footprint", "read_points"]
 

@@ -24,7 +24,7 @@ from benchmarks.result import Findings
 from ringcore.kernels.linears.skinny_configs import choose
 from ringcore.kernels.linears.skinny_tiles import DotConfig, FmaConfig
 from ringcore.kernels.linears.skinny_times import DotTimes
-from ringcore.kernels.linears.tile_candidates import first_kernels, near
+from ringcore.kernels.search.tile_candidates import first_kernels, near
 
 Cost = Callable[[dict[str, Any], str, dict[str, Any]], dict[str, Any]]
 

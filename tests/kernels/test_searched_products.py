@@ -15,10 +15,10 @@ from ringcore.kernels.linears.found_tiles import FoundTiles, TileProblem, as_pla
 from ringcore.kernels.linears.packed_weight import NIBBLES, PackedWeight, stored_as
 from ringcore.kernels.linears.skinny_tiles import DotConfig, FmaConfig, PackedFmaConfig
 from ringcore.kernels.linears.skinny_times import DENSE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS
-from ringcore.kernels.linears.tile_candidates import candidates, grouped_candidates
 from ringcore.kernels.mixtures.dense_experts import DenseExperts
 from ringcore.kernels.mixtures.expert_matrices import ExpertGate, ExpertMatrices, Routing
 from ringcore.kernels.mixtures.experts import experts, new_expert_counters
+from ringcore.kernels.search.tile_candidates import candidates, grouped_candidates
 from ringcore.model_executor import ops
 from ringcore.model_executor.arithmetic import FASTEST, Searched, arithmetic_of
 from ringcore.model_executor.layers.activation import bind_activation

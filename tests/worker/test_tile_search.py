@@ -20,8 +20,8 @@ from ringcore.kernels.linears.found_tiles import FoundTiles
 from ringcore.kernels.linears.skinny_configs import last_of_range
 from ringcore.kernels.linears.skinny_tiles import Config, DotConfig, FmaConfig, TmaConfig
 from ringcore.kernels.linears.skinny_times import BYTE_NUMBERS, DENSE_NUMBERS
-from ringcore.kernels.linears.tile_candidates import candidates
 from ringcore.kernels.linears.tma_configs import tma_config
+from ringcore.kernels.search.tile_candidates import candidates
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.searched_scheme import SearchedProduct, SearchedTiles
 from ringcore.model_executor.residual import Residual
@@ -296,7 +296,7 @@ def test_all_ranks_take_what_the_first_one_finds(tmp_path: Path) -> None:
 
 def test_candidates_are_few_different_and_can_run() -> None:
     from ringcore.kernels.linears.skinny_configs import choose
-    from ringcore.kernels.linears.tile_candidates import can_run
+    from ringcore.kernels.search.tile_candidates import can_run
 
     for shape in ((6144, 2560, False), (2560, 9728, False), (9728, 2560, True), (128256, 3072, False), (64, 64, False)):
         outputs, inputs, is_gated = shape

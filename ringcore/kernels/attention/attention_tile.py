@@ -10,8 +10,9 @@ import math
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention.fp8_kv import expand_codes, load_exponents, multiplies_codes, power_of_2, weighted_codes
+from ringcore.kernels.attention.fp8_kv import expand_codes, load_exponents, multiplies_codes, weighted_codes
 from ringcore.kernels.attention.row_dot import are_few, dot_of_rows, load_factor
+from ringcore.kernels.packed_math import power_of_2
 
 __all__ = ["MASK_VALUE", "attend_tile", "capped", "score_factors", "sink_share", "tile_blocks", "token_offsets"]
 

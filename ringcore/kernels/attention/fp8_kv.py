@@ -12,14 +12,13 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.attention.row_dot import dot_of_rows, load_factor
-from ringcore.kernels.linears.code_expansion import has_packed_math
+from ringcore.kernels.packed_math import has_packed_math, power_of_2
 
 __all__ = [
     "dims_of_columns",
     "expand_codes",
     "load_exponents",
     "multiplies_codes",
-    "power_of_2",
     "round_row",
     "weighted_codes",
 ]
@@ -52,12 +51,6 @@ def _nearest_code(numbers):
     shifter = shifter.to(tl.float32, bitcast=True)
     nearest = (numbers + shifter - shifter).to(tl.int32, bitcast=True)
     return (nearest | (bits & -0x80000000)).to(tl.float32, bitcast=True)  # of a zero too
-
-
-@triton.jit
-def power_of_2(exponents):
-    """Biased by 127, int32 -> float32; 0 for 0."""
-    return (exponents << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

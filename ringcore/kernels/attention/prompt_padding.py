@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention.fp8_kv import expand_codes, power_of_2
+from ringcore.kernels.attention.fp8_kv import expand_codes
 from ringcore.kernels.attention.kv_write import check_rows
 from ringcore.kernels.attention.page_layout import PageLayout
 from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
+from ringcore.kernels.packed_math import power_of_2
 
 __all__ = ["gather_padded_kv", "gather_padded_kv_reference", "pad_prompts", "pad_prompts_reference"]
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
-from triton.language.target_info import cuda_capability_geq
+
+from ringcore.kernels.packed_math import has_packed_math
 
 __all__ = [
     "e2m1_quad",
     "fp8_numbers",
     "fp8_quad",
-    "has_packed_math",
     "integer_quad",
     "scaled",
     "wide_e2m1_quad",
@@ -30,12 +29,6 @@ __all__ = [
 _FOUR_OF_ONE = tl.constexpr("=&r,=&r,=&r,=&r,r")
 _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 _MULTIPLY = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
-
-
-@triton.constexpr_function
-def has_packed_math():
-    """Whether the target has arithmetic on pairs of bfloat16, and conversions of FP8."""
-    return not knobs.runtime.interpret and cuda_capability_geq(9, 0)
 
 
 @triton.constexpr_function

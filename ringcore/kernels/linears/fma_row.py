@@ -18,12 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ringcore.kernels.attention.fp8_kv import power_of_2
 from ringcore.kernels.linears.half_products import ROUNDED_UNIT, joined_pairs, pair_of, rounded_pair
 from ringcore.kernels.linears.packed_weight import BYTE_CHUNK, NIBBLE_CHUNK
 from ringcore.kernels.linears.round_rows import LARGEST, LEAST_SCALE
 from ringcore.kernels.linears.weight_groups import has_quads
 from ringcore.kernels.linears.weight_loads import spread_columns
+from ringcore.kernels.packed_math import power_of_2
 
 __all__ = ["chunk_inputs", "has_offset", "load_row", "sums_of_chunks"]
 

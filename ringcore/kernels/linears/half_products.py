@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ringcore.kernels.linears.code_expansion import fp8_quad, has_packed_math, wide_integer_quad
+from ringcore.kernels.linears.code_expansion import fp8_quad, wide_integer_quad
+from ringcore.kernels.packed_math import has_packed_math
 
 __all__ = [
     "ROUNDED_UNIT",

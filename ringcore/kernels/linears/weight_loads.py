@@ -12,7 +12,6 @@ import triton.language as tl
 from ringcore.kernels.linears.code_expansion import (
     e2m1_quad,
     fp8_numbers,
-    has_packed_math,
     integer_quad,
     scaled,
     wide_e2m1_quad,
@@ -20,6 +19,7 @@ from ringcore.kernels.linears.code_expansion import (
 )
 from ringcore.kernels.linears.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES_E2M1, TILE_OUTPUTS, TILE_WORDS
 from ringcore.kernels.linears.weight_groups import are_alike, moved_scales, scales_of, zeros_in, zeros_of
+from ringcore.kernels.packed_math import has_packed_math
 
 __all__ = ["load_codes", "load_packed", "load_quad", "spread_columns"]
 

@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import num_warps
 
-from ringcore.kernels.linears.code_expansion import has_packed_math
 from ringcore.kernels.linears.packed_weight import DENSE, NIBBLES_E2M1, PackedWeight
 from ringcore.kernels.linears.weight_groups import are_compact, has_one_group, has_quads, load_scales, scales_of
 from ringcore.kernels.linears.weight_loads import load_packed, load_quad, spread_columns
+from ringcore.kernels.packed_math import has_packed_math
 
 __all__ = ["packed_dot", "rescaled", "tile_arguments"]
 

@@ -20,7 +20,7 @@ def searched_tiles(config: DeviceConfig, device: torch.device) -> SearchedTiles 
     """None without `kernel_autotune`, and where the device has no kernels."""
     if not config.kernel_autotune or not ops.has_kernels(device):
         return None
-    from ringcore.kernels.linears.device_facts import device_facts  # with the kernels, which a CPU may not have
+    from ringcore.kernels.search.device_facts import device_facts  # with the kernels, which a CPU may not have
 
     measurements = Measurements(Path(our_cache_folder(TILES)), config.kernel_autotune_timeout_s)
     return SearchedTiles(FoundTiles(measurements, device_facts(device)))

@@ -25,7 +25,7 @@ from ringcore.kernels.launch.device_timer import PAST_L2_BYTES
 from ringcore.kernels.linears.found_tiles import TileProblem, as_plain, of_plain
 from ringcore.kernels.linears.skinny_configs import last_of_range
 from ringcore.kernels.linears.skinny_tiles import Config
-from ringcore.kernels.linears.tile_candidates import candidates, grouped_candidates
+from ringcore.kernels.search.tile_candidates import candidates, grouped_candidates
 from ringcore.model_executor.linear_schemes.searched_scheme import ProductCall, Recording, SearchedTiles
 from ringcore.protocol.kernel_tuning import KernelTuning
 

@@ -1,0 +1,1 @@
+"""What a search for tiles tries, of linears and of mixtures."""
