@@ -53,10 +53,10 @@ def merge_warps(
     sums,  # shared memory [num_warps, rows] float32: its sum of weights
     score,  # [rows] of one more token, MASK_VALUE: of none
     value,  # [1, head_size] float32 of that token
+    num_warps: gl.constexpr,
+    rows: gl.constexpr,
 ):
     """-> the sum of weighted values, the largest score and the sum of weights, of all warps and the token."""
-    num_warps: gl.constexpr = accs.shape[0]
-    rows: gl.constexpr = accs.shape[1]
     result: gl.constexpr = row_layout(rows, num_warps)
     stacked: gl.constexpr = _stacked_layout(rows, num_warps)
     of_rows: gl.constexpr = gl.SliceLayout(1, result)

@@ -211,7 +211,7 @@ def warp_split_decode(
         score = score * scale_log2 if softcap_log2 is None else capped(score, scale_log2, softcap_log2)
         score = gl.where(has_own, score, MASK_VALUE)
         value = gl.where(has_own, own_values.to(gl.float32), 0.0)  # else it may be NaN: of an empty sequence
-        result, row_max, row_sum = merge_warps(accs, maxima, sums, score, value)
+        result, row_max, row_sum = merge_warps(accs, maxima, sums, score, value, num_warps, ROWS)
         is_shared = i < inherited_tiles
         item = item_sequence.to(gl.int64) * num_kv_heads + item_head
         if shared_words is not None:  # where the range has the item's first tile
