@@ -57,8 +57,9 @@ class Command:
         found = re.search(r"at (http://127\.0\.0\.1:\d+)/v1$", line)
         assert found, (line, self.process.communicate())
         self.url = found[1]
+        # The engine and its worker; an engine that is replaced at its start may be gone, and the new one not there yet.
+        eventually(lambda: len(psutil.Process(self.process.pid).children(recursive=True)) >= 2, "the engine runs")
         self.children = psutil.Process(self.process.pid).children(recursive=True)
-        assert len(self.children) >= 2  # the engine and its worker
         return self
 
     def engine(self) -> psutil.Process:
