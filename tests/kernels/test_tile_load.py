@@ -1,4 +1,4 @@
-"""What only the compiler shows of the kernels of few rows: that they compile, and what they leave to the L2 cache."""
+"""What only the compiler shows: that kernels of packed weights compile, and what those of few rows leave in L2."""
 
 from __future__ import annotations
 
@@ -40,3 +40,32 @@ def test_weights_of_few_rows_are_evicted_first(tmp_path) -> None:
     lines = [line.split() for line in run(LAUNCHES, tmp_path).splitlines()]
     assert len(lines) == 5
     assert all(line[1:] == ["True", "True"] for line in lines), lines  # and others are not
+
+
+SEVERAL_ROWS = """
+    import triton_for_sm90
+    import torch
+    from ringcore.kernels.linears.expand_weight import expand_weight
+    from ringcore.kernels.linears.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES, NIBBLES_E2M1, PackedWeight
+    from ringcore.kernels.launch.precompile import intercept_launches
+    from ringcore.kernels.linears.skinny_linear import skinny_linear
+    from ringcore.kernels.linears.skinny_tiles import DotConfig
+
+    with intercept_launches() as found:
+        for form, codes in (
+            (BYTES_FP8, torch.zeros(64, 256, dtype=torch.uint8)),
+            (BYTES_INT8, torch.zeros(64, 256, dtype=torch.uint8)),
+            (NIBBLES, torch.zeros(64, 64, dtype=torch.int16)),
+            (NIBBLES_E2M1, torch.zeros(64, 64, dtype=torch.int16)),
+        ):
+            weight = PackedWeight(codes, torch.ones(64, 2), (64, 256), torch.bfloat16, form, codes.stride(0), 128)
+            skinny_linear(torch.zeros(16, 256, dtype=torch.bfloat16), weight, DotConfig(64, 128, 4, 3, 1))
+            expand_weight(weight)
+    for (kernel, _), variant in found.items():
+        kernel.preload(variant.specialization)
+        print(kernel.__name__)
+"""
+
+
+def test_products_of_several_rows_and_expansions_compile(tmp_path) -> None:
+    assert len(run(SEVERAL_ROWS, tmp_path).splitlines()) == 8

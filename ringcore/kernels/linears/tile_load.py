@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["WEIGHT_EVICTION", "load_tile", "load_weights"]
+__all__ = ["NORMAL_EVICTION", "WEIGHT_EVICTION", "load_tile", "load_weights"]
 
+NORMAL_EVICTION = tl.constexpr("")
 WEIGHT_EVICTION = tl.constexpr("evict_first")  # of weights that one program reads
 
 

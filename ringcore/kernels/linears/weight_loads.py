@@ -18,6 +18,7 @@ from ringcore.kernels.linears.code_expansion import (
     wide_integers,
 )
 from ringcore.kernels.linears.packed_weight import BYTES_FP8, BYTES_INT8, NIBBLES_E2M1, TILE_OUTPUTS, TILE_WORDS
+from ringcore.kernels.linears.tile_load import NORMAL_EVICTION
 from ringcore.kernels.linears.weight_groups import are_alike, moved_scales, scales_of, zeros_in, zeros_of
 from ringcore.kernels.packed_math import has_packed_math
 
@@ -126,7 +127,7 @@ def load_codes(
     num_inputs: tl.constexpr,
     is_whole: tl.constexpr,
     is_tiled: tl.constexpr = False,
-    eviction: tl.constexpr = "",
+    eviction: tl.constexpr = NORMAL_EVICTION,
 ):
     """[n, count] of the codes' dtype, which has the numbers of `each` inputs, from the one `first` on, a multiple of
     count; out of bounds 0. rows: int64 where the codes have 2^31 entries. eviction: see `tile_load`."""

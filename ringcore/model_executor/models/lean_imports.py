@@ -28,7 +28,10 @@ _COMPILER = "torch._dynamo"
 _WRAPPED = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _CONTEXT = "TransformGetItemToIndex"  # of the second
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
-_AVAILABLE = ("is_torch_distributed_available", "is_torchvision_available")  # of transformers
+_AVAILABLE = tuple(  # of transformers
+    f"is_{package}_available"
+    for package in ("accelerate", "scipy", "sklearn", "torch_distributed", "torchaudio", "torchvision")
+)
 _IMPORTS = "transformers.utils.import_utils"
 
 
@@ -104,8 +107,9 @@ class _LeanImports:
             with kept_import_structure():
                 modules = [importlib.import_module(name) for name in ("transformers.utils", _IMPORTS)]
             for module, name in itertools.product(modules, _AVAILABLE):
-                self._replaced.append((module, name, getattr(module, name)))
-                setattr(module, name, lambda: False)
+                if hasattr(module, name):
+                    self._replaced.append((module, name, getattr(module, name)))
+                    setattr(module, name, lambda: False)
 
     def end(self) -> None:
         with self._lock:

@@ -68,6 +68,30 @@ def test_a_package_that_needs_the_compiler_gets_it(tmp_path):
     assert found == ["False _StandIn", "module True True", "True 2", "[]"]
 
 
+def test_packages_for_other_than_language_models_are_not_imported(tmp_path):
+    """As where someone trains, scores and sees by the same environment."""
+    packages = ("accelerate", "scipy", "sklearn", "torchaudio", "torchvision")
+    for package in packages:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+        about = tmp_path / f"{package}-99.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 99.0\n")
+        (about / "top_level.txt").write_text(package)
+    found = run(f"""
+        import sys
+        from ringcore.model_executor.models.lean_imports import without_compiler
+
+        sys.path.insert(0, {str(tmp_path)!r})
+        with without_compiler():
+            import ringcore.model_executor.models.transformers
+        print([name for name in {packages} if name in sys.modules])
+        from transformers.utils import import_utils
+        print([getattr(import_utils, f"is_{{name}}_available")() for name in {packages}])
+    """)
+    assert found == ["[]", str([True] * len(packages))]
+
+
 def test_how_long_the_stand_ins_stay():
     """While one of two threads is at it; not where transformers cannot be imported; and until one is asked for what it
     does not have, which it is the module itself that gives."""
@@ -87,9 +111,7 @@ def test_how_long_the_stand_ins_stay():
             except ImportError:
                 print(kind())
         for name in ("transformers", "transformers.utils", "transformers.utils.import_utils"):
-            sys.modules[name] = types.SimpleNamespace(
-                is_torch_distributed_available=None, is_torchvision_available=None
-            )
+            sys.modules[name] = types.SimpleNamespace()
         begun, ended = threading.Event(), threading.Event()
 
         def other():
