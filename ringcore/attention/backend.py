@@ -10,6 +10,7 @@ import torch
 
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
+from ringcore.kernels.attention.head_rotation import HeadRotation
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import HeadsSpec, KVCacheSpec, MLASpec
 
@@ -148,6 +149,22 @@ class AttentionBackend(PagedBackend):
 
         Slots of the null block (block 0) are written like any other; what is read from them is masked.
         """
+
+    def rotates(self, plan: object) -> bool:
+        """Whether `forward_unrotated` serves this step's layers, whose values are as wide as their keys."""
+        return False
+
+    def forward_unrotated(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_size]
+        rotation: HeadRotation,
+        kv_cache: torch.Tensor,
+        plan: object,
+        layer: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`forward` of the output of a QKV projection: QK norm, rotary embedding and the KV write are part of it."""
+        raise AssertionError(f"{self.name} rotates nothing")
 
 
 class LatentUpProjection(Protocol):

@@ -11,6 +11,7 @@ from ringcore.attention.backend import AttentionBackend, LatentBackend, LatentUp
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
+from ringcore.kernels.attention.head_rotation import HeadRotation
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import ChunkedAttentionSpec, FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
@@ -105,6 +106,20 @@ class Attention:
         group = ctx.groups[ctx.group_of_layer[self.index]]
         kv_cache = ctx.kv_caches[self.index]
         return _of_heads(group).forward(q, k, v, kv_cache, group.metadata, group.plan, self.spec, sinks)
+
+    def rotates(self, ctx: ForwardContext) -> bool:
+        """Whether `of_projection` serves this step."""
+        group = ctx.groups[ctx.group_of_layer[self.index]]
+        return self.v_head_size is None and not self.shares_kv and _of_heads(group).rotates(group.plan)
+
+    def of_projection(
+        self, qkv: torch.Tensor, rotation: HeadRotation, ctx: ForwardContext, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`__call__` of the output of a QKV projection before QK norm and rotary embedding: [num_tokens, (num_heads +
+        2 * num_kv_heads) * head_size]."""
+        assert (sinks is not None) == self.has_sinks
+        group, kv_cache = ctx.groups[ctx.group_of_layer[self.index]], ctx.kv_caches[self.index]
+        return _of_heads(group).forward_unrotated(qkv, rotation, kv_cache, group.plan, self.spec, sinks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,3 +205,25 @@ def test_lengths_are_rounded_up_to_few() -> None:
     assert all(0 <= p - n <= n / 7 for n, p in zip(range(2048, 8193), padded, strict=True))
     assert len(set(padded)) == 17
     assert [Prompts(0, 1, n).padded_len for n in (1, 2, 3, 16, 2048, 2049, 4096)] == [1, 2, 3, 16, 2048, 2304, 4096]
+
+
+@pytest.mark.parametrize(
+    ("rows", "by_warps", "one_token_each", "rotates"),
+    [
+        (1, True, True, True),
+        (64, True, True, True),
+        (65, True, True, False),
+        (8, False, True, False),
+        (8, True, False, False),
+    ],
+)
+def test_which_steps_rotate_within_attention(monkeypatch, rows, by_warps, one_token_each, rotates) -> None:
+    bench = Bench("triton", spec_of(16, 1, "float16"), 2)
+    backend, device = bench.backend, bench.device
+    tiling = backend._tiling.choose(rows, 16, torch.float16)._replace(by_warps=by_warps)
+    monkeypatch.setattr(backend, "_tiling_for", lambda *step: tiling)
+    lens, table = (torch.ones(*shape, dtype=torch.int32, device=device) for shape in ((rows,), (rows, 1)))
+    plan = backend.plan_on_device(lens, table, one_token_each=one_token_each)
+    assert backend.rotates(plan) == rotates
+    starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+    assert not backend.rotates(backend.plan_mixed_on_device(starts, lens, table, lens, rows)), "prompts are beside them"

@@ -15,6 +15,7 @@ from rounding import rounding
 from tiny_checkpoints import FAMILY_NAMES, MAX_LEN, hf_model, load, random_ids
 
 from ringcore.kernels import activation, rms_norm
+from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope_reference
 from ringcore.kernels.linears import skinny_configs
 from ringcore.kernels.linears.skinny_tiles import DotConfig
 from ringcore.model_executor import ops
@@ -63,6 +64,24 @@ class PrewrittenAttention(DenseAttention):
         return super().forward(query, key, value, rows, metadata, plan, layer, sinks)
 
 
+class RotatingAttention(PrewrittenAttention):
+    """Takes the output of the QKV projection; from its plan the slots."""
+
+    def plan(self, metadata):
+        return metadata
+
+    def rotates(self, plan):
+        return True
+
+    def forward_unrotated(self, qkv, rotation, kv_cache, plan, layer, sinks=None):
+        norm = {"norm_weight": rotation.norm_weight, "eps": rotation.eps}
+        heads = self.num_heads, self.spec.num_kv_heads
+        written = {"kv_cache": kv_cache, "slot_mapping": plan.slot_mapping}
+        qk_norm_rope_reference(qkv, None, rotation.cos_sin, *heads, **norm, **written)
+        query = qkv.view(len(qkv), -1, self.spec.head_size)[:, : self.num_heads]
+        return self.forward(query.contiguous(), None, None, kv_cache, plan, plan, layer, sinks)
+
+
 def logits(folder, device, dtype, attention=DenseAttention):
     """[9, vocab_size]: a prompt of 6 tokens, then 3 single ones, with one sequence beside them."""
     run = DenseRun(load(folder, dtype=dtype, device=device), MAX_LEN, 2, str(dtype).removeprefix("torch."))
@@ -90,7 +109,7 @@ def test_models_compute_the_same_with_kernels(folder_of, device, monkeypatch, fa
     folder = folder_of(family, head_dim=24)
     expected = logits(folder, "cpu", torch.float32)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    for attention in (DenseAttention, PrewrittenAttention):
+    for attention in (DenseAttention, PrewrittenAttention, RotatingAttention):
         ours = logits(folder, device, torch.float32, attention)
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
 

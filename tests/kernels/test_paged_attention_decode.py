@@ -171,9 +171,14 @@ TILING = DecodeTiling(tile_tokens=64, num_warps=4, stages=3, programs_per_sm=2, 
     "lens",
     [[1], [64, 65, 1], [0, 0, 900], [9000], [5] * 300, [20000, *[130] * 40], [640] * 4, [640, 700, 660], [1280] * 2],
 )
-def test_the_schedule_is_complete_and_even_or_by_item(device, num_programs, window, lens) -> None:
+@pytest.mark.parametrize("whole_tiles", [0, 3])
+def test_the_schedule_is_complete_and_even_or_by_item(device, num_programs, window, lens, whole_tiles) -> None:
     tile_scheduler = DecodeTileScheduler.allocate(
-        6, 3, 64, TILING, torch.device(device), window=window, num_programs=num_programs
+        *(6, 3, 64),
+        TILING._replace(whole_tiles=whole_tiles),
+        torch.device(device),
+        window=window,
+        num_programs=num_programs,
     )
     tile_scheduler.tile_ranges.fill_(-1)
     tile_scheduler.plan(torch.tensor(lens, dtype=torch.int32, device=device))
@@ -184,9 +189,9 @@ def test_the_schedule_is_complete_and_even_or_by_item(device, num_programs, wind
     base = len(tiles) // used
     longest = max(-(-len(tiles) // used), base + min(2, base * 15 // 100))
     lengths = Counter((sequence, head) for sequence, head, _ in tiles)
-    num_partials = sum(-(-length // longest) for length in lengths.values())
+    num_partials = sum(1 if length <= whole_tiles else -(-length // longest) for length in lengths.values())
     working = [count for count in counts if count]
-    assert max(working) <= longest
+    assert max(working) <= max(longest, whole_tiles)
     if num_partials <= num_programs:
         assert len(working) == num_partials
     else:

@@ -9,10 +9,11 @@ from paged_batch import PagedBatch, assert_close
 
 from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
 from ringcore.kernels.attention.decode_tiling import DecodeTiling
+from ringcore.kernels.attention.head_rotation import HeadRotation
 from ringcore.kernels.attention.paged_attention_decode import paged_attention_decode
 from ringcore.kernels.attention.paged_attention_reference import paged_attention_decode_reference
 from ringcore.kernels.attention.prefix_tiling import PrefixTiling
-from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope
+from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ringcore.kernels.attention.shared_prefixes import find_shared_prefixes
 from ringcore.kernels.attention.split_kv_combine import UNWRITTEN
 from ringcore.kernels.linears.tma_configs import has_wgmma
@@ -42,6 +43,30 @@ def decode(batch: PagedBatch, tile_scheduler: DecodeTileScheduler, **options) ->
     paged_attention_decode(*step, tile_scheduler, batch.scale, out=out, **options)
     assert (tile_scheduler.partials == UNWRITTEN.value).all(), "the workspace is not reset for the next launch"
     return out
+
+
+def unrotated(
+    batch: PagedBatch, num_kv_heads: int, *, has_norm: bool
+) -> tuple[torch.Tensor, HeadRotation, torch.Tensor, torch.Tensor]:
+    """Puts NaN in the slots of the step -> q before its rotation, as the first heads of a QKV projection, the rotation,
+    q after it, and the cache with the step's keys and values, one of which overflows float16."""
+    num_seqs, num_heads, head_size = batch.query.shape
+    is_row = batch.seq_lens > 0
+    rows, last = is_row.nonzero().squeeze(1), batch.seq_lens[is_row].long() - 1
+    slots = batch.block_table[rows, last // 16].long() * 16 + last % 16
+    batch.kv_cache[slots // 16, :, :, slots % 16] = torch.nan
+    qkv = torch.randn(num_seqs, (num_heads + 2 * num_kv_heads) * head_size, device=DEVICE).to(batch.query.dtype)
+    if batch.query.dtype == torch.float16:
+        qkv[int(rows[-1]), num_heads * head_size :][:2] = 60000.0
+    angles = torch.randn(num_seqs, head_size // 2, device=DEVICE)
+    angles[:, 0] = 0.785
+    cos_sin = torch.stack((angles.cos(), angles.sin()), -1).flatten(1)
+    gain = torch.randn(2, head_size, device=DEVICE).to(batch.query.dtype) if has_norm else None
+    kv_cache, after = batch.kv_cache.clone(), qkv.clone()
+    written = {"norm_weight": gain, "eps": 1e-6, "kv_cache": kv_cache, "slot_mapping": slots}
+    after[rows] = qk_norm_rope_reference(qkv[rows], None, cos_sin[rows], num_heads, num_kv_heads, **written)
+    before, after = (x.view(num_seqs, -1, head_size)[:, :num_heads] for x in (qkv, after))
+    return before, HeadRotation(cos_sin, gain, 1e-6), after, kv_cache
 
 
 def check(
@@ -176,7 +201,8 @@ def test_the_token_that_the_kernel_before_writes(lens) -> None:
     ("num_seqs", "num_heads", "head_size"), [(8, 32, 128), (64, 32, 128), (40, 8, 128), (16, 56, 64), (300, 16, 64)]
 )
 @pytest.mark.parametrize("scores", [{}, {"softcap": 3.0, "sinks": True}], ids=str)
-def test_shared_prefixes(num_seqs, num_heads, head_size, scores) -> None:
+@pytest.mark.parametrize("rotates", [False, True])
+def test_shared_prefixes(num_seqs, num_heads, head_size, scores, rotates) -> None:
     lens = [400 + 37 * i % 300 for i in range(num_seqs)]
     shape = {"num_heads": num_heads, "num_kv_heads": 8, "head_size": head_size, "dtype": torch.bfloat16}
     batch = PagedBatch.make([(1, n) for n in lens], device=DEVICE, **shape)
@@ -191,11 +217,15 @@ def test_shared_prefixes(num_seqs, num_heads, head_size, scores) -> None:
     assert shared.tiles.count_nonzero() == num_seqs - 1
     tile_scheduler.plan(batch.seq_lens, shared=shared.words)
     scores = {"softcap": scores.get("softcap"), "sinks": batch.sinks if "sinks" in scores else None}
-    step = batch.query, batch.kv_cache, batch.block_table, batch.seq_lens
+    query, kv_cache, rotation = batch.query, batch.kv_cache, None
+    if rotates:
+        batch.query, rotation, query, kv_cache = unrotated(batch, 8, has_norm=True)
+    step = query, kv_cache, batch.block_table, batch.seq_lens
     expected = paged_attention_decode_reference(*step, tile_scheduler, batch.scale, **scores)
-    first = decode(batch, tile_scheduler, shared=shared, reads_early=True, **scores)
+    first = decode(batch, tile_scheduler, shared=shared, reads_early=True, rotation=rotation, **scores)
     assert_close(first, expected)
-    assert torch.equal(decode(batch, tile_scheduler, shared=shared, **scores), first)
+    again = decode(batch, tile_scheduler, shared=shared, reads_early=rotates, rotation=rotation, **scores)
+    assert torch.equal(again, first)
 
 
 @needs_hopper
@@ -208,6 +238,46 @@ def test_not_a_number_stays_with_its_sequence() -> None:
     out = decode(batch, tile_scheduler, reads_early=True)
     assert out[1].isnan().all()
     assert out[[0, 2, 3]].isfinite().all()
+
+
+@needs_hopper
+@pytest.mark.parametrize("lens", [[200, 1, 65, 129], [0, 70, 0, 3], [60] * 90, [64 * 35 + 3], SKEWED], ids=str)
+@pytest.mark.parametrize("num_programs", [3, None])
+@pytest.mark.parametrize(
+    ("num_heads", "head_size", "dtype", "has_norm"),
+    [(8, 128, torch.bfloat16, True), (16, 128, torch.float16, False), (4, 64, torch.bfloat16, True)],
+)
+def test_rotation_within(lens, num_programs, num_heads, head_size, dtype, has_norm) -> None:
+    """QK norm, rotation and KV write as `qk_norm_rope` does them, in layers that follow each other in a graph; slots of
+    the step hold NaN until then, and a key overflows float16."""
+    num_kv_heads, num_layers = 2, 6
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "dtype": dtype}
+    batch = PagedBatch.make([(1, n) for n in lens], device=DEVICE, **shape)
+    query, rotation, expected_query, expected_kv = unrotated(batch, num_kv_heads, has_norm=has_norm)
+    caches = [batch.kv_cache.clone() for _ in range(num_layers)]
+    tile_scheduler = scheduler_of(batch, num_programs)
+    outs = [batch.poisoned_out() for _ in range(num_layers)]
+    tables = batch.block_table, batch.seq_lens
+
+    def step() -> None:
+        tile_scheduler.plan(batch.seq_lens)
+        for cache, out in zip(caches, outs, strict=True):
+            options = {"out": out, "reads_early": True, "rotation": rotation}
+            paged_attention_decode(query, cache, *tables, tile_scheduler, batch.scale, **options)
+
+    step()
+    for cache in caches:
+        cache.copy_(batch.kv_cache)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    expected = paged_attention_decode_reference(expected_query, expected_kv, *tables, tile_scheduler, batch.scale)
+    is_row = batch.seq_lens > 0
+    for cache, out in zip(caches, outs, strict=True):
+        assert torch.allclose(cache.float(), expected_kv.float(), rtol=2**-7, atol=1e-2, equal_nan=True)
+        assert torch.equal(cache.isnan(), expected_kv.isnan()), "another slot was written"
+        assert_close(out[is_row], expected[is_row])
 
 
 def test_what_other_kernels_serve() -> None:
@@ -233,12 +303,13 @@ LAUNCHES = """
     from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
     from ringcore.kernels.attention.decode_tiling import DecodeTiling
     from ringcore.kernels.launch.precompile import intercept_launches
+    from ringcore.kernels.attention.head_rotation import HeadRotation
     from ringcore.kernels.attention.paged_attention_decode import _launch_by_warps
 
     def ints(*shape, dtype=torch.int32):
         return torch.zeros(*shape, dtype=dtype)
 
-    def launch(group, head_size, has_prefixes=False, window=None, **scores):
+    def launch(group, head_size, has_prefixes=False, window=None, rotates=False, **scores):
         tiling = DecodeTiling(64, 4, 3 * 128 // head_size, 2, 2, 8, by_warps=True)
         shape, cpu = (8 * group, 8, head_size), torch.device("cpu")
         scheduler = DecodeTileScheduler.allocate(*shape, tiling, cpu, num_programs=264, window=window)
@@ -248,13 +319,18 @@ LAUNCHES = """
         shared = PrefixTensors(ints(8), ints(64), ints(8), prefixes, prefixes[..., 0].contiguous(), ints(2))
         factors = 0.1, scores.get("softcap")
         tables = ints(8, 64), ints(8)
+        rotation = HeadRotation(ints(8, head_size, dtype=torch.float32), query[0, :2], 1e-6) if rotates else None
         prefixes = shared if has_prefixes else PrefixTensors()
-        _launch_by_warps(query, cache, *tables, scheduler, factors, scores.get("sinks"), prefixes, query, True)
+        step = query, cache, *tables, scheduler, factors, scores.get("sinks"), prefixes, query
+        _launch_by_warps(*step, rotation, True)
 
     with intercept_launches() as found:
         launch(4, 128)
         launch(8, 64, window=128, sinks=ints(64, dtype=torch.bfloat16))
         launch(8, 128, has_prefixes=True)
+        launch(8, 128, rotates=True)
+        launch(4, 64, rotates=True, window=128)
+        launch(4, 128, rotates=True, has_prefixes=True)
         launch(2, 128, softcap=30.0)
     for (kernel, _), variant in found.items():
         compiled = kernel.preload(variant.specialization)
@@ -269,6 +345,6 @@ LAUNCHES = """
 def test_keys_and_values_are_copied_before_the_wait(tmp_path) -> None:
     """In the code for an H200; and two programs fit on an SM."""
     lines = [line.split() for line in run(LAUNCHES, tmp_path).splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 7
     assert all(int(early) >= 16 for early, _, _ in lines), lines  # a key and a value of eight tokens a thread
     assert all(spills == "0" and fits == "True" for _, spills, fits in lines), lines

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -27,6 +26,7 @@ from ringcore.attention.backends.fused_prompts import (
     warm_up_fused_prompts,
 )
 from ringcore.attention.backends.step_tensors import StepTensors
+from ringcore.attention.backends.triton_step import Chunks, Decodes, Scores, TritonStep
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
 from ringcore.kernels.launch.upload import upload_packed
@@ -35,7 +35,7 @@ from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, HeadsSpec,
 if TYPE_CHECKING:
     from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
     from ringcore.kernels.attention.decode_tiling import DecodeTiling
-    from ringcore.kernels.attention.shared_prefixes import SharedPrefixes
+    from ringcore.kernels.attention.head_rotation import HeadRotation
 
 __all__ = ["TritonBackend"]
 
@@ -43,40 +43,7 @@ _MAX_HEAD_SIZE = 256
 _FP8_SINCE = (8, 9)  # compute capability
 
 
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    """Decoding sequences: sequence i has token i of the step."""
-
-    seq_lens: torch.Tensor  # [num_decodes] int32
-    block_table: torch.Tensor  # [num_decodes or more, max_num_blocks] int32
-    tile_scheduler: DecodeTileScheduler  # planned for these sequences
-    shared: SharedPrefixes | None
-    reads_early: bool  # of `paged_attention_decode`
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """Neighbouring sequences of any number of tokens; their query_start_loc is relative to the first of `tokens`."""
-
-    tensors: StepTensors
-    tokens: slice
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    decodes: _Decodes | None
-    others: tuple[_Chunks | Prompts, ...] = ()
-
-
-class _Scores(NamedTuple):
-    """How a layer scores, for the kernels."""
-
-    scale: float
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-
-def fp8_refusal(spec: HeadsSpec, device: torch.device) -> str | None:
+def _fp8_refusal(spec: HeadsSpec, device: torch.device) -> str | None:
     """Why the kernels do not serve FP8 layers of `spec`."""
     if spec.v_head_size is not None:
         return f"in FP8 its values are as wide as its keys, {spec.head_size}, not {spec.v_head_size}"
@@ -145,7 +112,7 @@ class TritonBackend(AttentionBackend):
                 return f"its heads have a multiple of 8 from 16 to {_MAX_HEAD_SIZE} numbers, not {size}"
         if spec.block_size % 16:
             return f"its blocks have a multiple of 16 tokens, not {spec.block_size}"
-        return fp8_refusal(spec, device) if spec.is_fp8 else None
+        return _fp8_refusal(spec, device) if spec.is_fp8 else None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
@@ -156,7 +123,7 @@ class TritonBackend(AttentionBackend):
         if self._may_fuse:
             warm_up_fused_prompts(self.spec, self.num_heads, num_tokens, max_len, device)
 
-    def plan(self, metadata: AttentionMetadata) -> _Step:
+    def plan(self, metadata: AttentionMetadata) -> TritonStep:
         count = metadata.num_seqs if metadata.max_query_len == 1 else metadata.num_decodes
         device = metadata.slot_mapping.device
         starts, lens, table = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.block_table_cpu
@@ -166,20 +133,20 @@ class TritonBackend(AttentionBackend):
             upload_packed([lens[:count], table[:count], *(array for arrays in chunks for array in arrays)], device)
         )
         decode_lens, decode_table = next(uploaded), next(uploaded)
-        others: list[_Chunks | Prompts] = []
+        others: list[Chunks | Prompts] = []
         for first, end, is_fused in groups:
             if is_fused:
                 others += batches_of_equal_length(int(starts[first]), lens[first:end].tolist())
             else:
                 longest = self._longest(metadata.max_query_len)
                 tensors = StepTensors(next(uploaded), next(uploaded), next(uploaded), longest)
-                others.append(_Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
-        return _Step(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
+                others.append(Chunks(tensors, slice(int(starts[first]), int(starts[end]))))
+        return TritonStep(self._plan_decodes(decode_lens, decode_table) if count else None, tuple(others))
 
     def plan_on_device(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, one_token_each: bool = False
-    ) -> _Step:
-        return _Step(self._plan_decodes(seq_lens, block_table, skips_empty=True, reads_early=one_token_each))
+    ) -> TritonStep:
+        return TritonStep(self._plan_decodes(seq_lens, block_table, skips_empty=True, reads_early=one_token_each))
 
     def plan_mixed_on_device(
         self,
@@ -188,11 +155,11 @@ class TritonBackend(AttentionBackend):
         block_table: torch.Tensor,
         decode_seq_lens: torch.Tensor,
         num_tokens: int,
-    ) -> _Step:
+    ) -> TritonStep:
         assert len(decode_seq_lens) <= min(num_tokens, len(seq_lens))
         decodes = self._plan_decodes(decode_seq_lens, block_table, skips_empty=True, reads_early=True)
         others = StepTensors(query_start_loc, seq_lens, block_table, self._longest(num_tokens))
-        return _Step(decodes, (_Chunks(others, slice(None)),))
+        return TritonStep(decodes, (Chunks(others, slice(None)),))
 
     def has_host_kernels(self, metadata: AttentionMetadata) -> bool:
         """cuDNN's, of long prompts without cached tokens: its plan depends on their lengths."""
@@ -204,13 +171,13 @@ class TritonBackend(AttentionBackend):
 
     def _plan_decodes(
         self, seq_lens: torch.Tensor, block_table: torch.Tensor, *, skips_empty: bool = False, reads_early: bool = False
-    ) -> _Decodes:
+    ) -> Decodes:
         """skips_empty: trailing empty sequences get no tiles and no output: they would be the last to end."""
         tile_scheduler = self._tile_scheduler_for(len(seq_lens), seq_lens.device)
         tiling = self._choose_prefix_tiling(tile_scheduler, len(seq_lens), self.spec.block_size, self.storage_dtype)
         shared = None if tiling is None else self._find_shared_prefixes(block_table, seq_lens, tiling)
         tile_scheduler.plan(seq_lens, None if shared is None else shared.words, skips_empty=skips_empty)
-        return _Decodes(seq_lens, block_table, tile_scheduler, shared, reads_early)
+        return Decodes(seq_lens, block_table, tile_scheduler, shared, reads_early)
 
     def _longest(self, max_query_len: int) -> int | None:
         """By which the tiles of prompts are chosen."""
@@ -241,17 +208,17 @@ class TritonBackend(AttentionBackend):
         layer: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert isinstance(plan, _Step)
+        assert isinstance(plan, TritonStep)
         if key is not None and value is not None and not layer.shares_kv:
             self._kv_write(key, value, kv_cache, metadata.slot_mapping)
         out = query.new_empty(query.shape[0], self.num_heads, self.spec.value_size)
-        scores = _Scores(layer.scale, layer.softcap, sinks)
+        scores = Scores(layer.scale, layer.softcap, sinks)
         if plan.decodes is not None:
             self._decode_forward(plan.decodes, query, kv_cache, scores, out)
         for item in plan.others:
             rows = item.tokens
             match item:
-                case _Chunks():
+                case Chunks():
                     self._prefill_forward(item.tensors, query[rows], kv_cache, scores, out[rows])
                 case Prompts():
                     lens = item.query_len, item.padded_len
@@ -262,8 +229,35 @@ class TritonBackend(AttentionBackend):
                     attend_prompts(item, query[rows], *kv, layer.scale, out[rows])
         return out
 
+    def rotates(self, plan: object) -> bool:
+        assert isinstance(plan, TritonStep)
+        return plan.decodes is not None and plan.decodes.rotates and not plan.others
+
+    def forward_unrotated(
+        self,
+        qkv: torch.Tensor,
+        rotation: HeadRotation,
+        kv_cache: torch.Tensor,
+        plan: object,
+        layer: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(plan, TritonStep)
+        assert plan.decodes is not None
+        query = qkv.view(len(qkv), -1, self.spec.head_size)[:, : self.num_heads]
+        out = query.new_empty(query.shape)
+        scores = Scores(layer.scale, layer.softcap, sinks)
+        self._decode_forward(plan.decodes, query, kv_cache, scores, out, rotation)
+        return out
+
     def _decode_forward(
-        self, decodes: _Decodes, query: torch.Tensor, kv_cache: torch.Tensor, scores: _Scores, out: torch.Tensor
+        self,
+        decodes: Decodes,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scores: Scores,
+        out: torch.Tensor,
+        rotation: HeadRotation | None = None,
     ) -> None:
         count = len(decodes.seq_lens)
         self._decode(
@@ -278,10 +272,11 @@ class TritonBackend(AttentionBackend):
             sinks=scores.sinks,
             out=out[:count],
             reads_early=decodes.reads_early,
+            rotation=rotation,
         )
 
     def _prefill_forward(
-        self, step: StepTensors, query: torch.Tensor, kv_cache: torch.Tensor, scores: _Scores, out: torch.Tensor
+        self, step: StepTensors, query: torch.Tensor, kv_cache: torch.Tensor, scores: Scores, out: torch.Tensor
     ) -> None:
         scale, softcap, sinks = scores
         self._prefill(

@@ -63,6 +63,7 @@ def split_items(
     chunk: tl.constexpr,
     tile_tokens: tl.constexpr,
     min_tiles: tl.constexpr,
+    whole_tiles: tl.constexpr,
     skips_empty: tl.constexpr,
     seqs: tl.constexpr,
 ):
@@ -85,7 +86,10 @@ def split_items(
     extra = num_tiles % used
     slack = tl.minimum(base * _SLACK_PERCENT // 100, _MAX_SLACK_TILES)
     max_tiles = base + tl.maximum((extra > 0).to(tl.int32), slack)
-    splits = tl.cdiv(tiles, tl.maximum(max_tiles, 1))  # of a work item
+    max_tiles = tl.maximum(max_tiles, 1)
+    if whole_tiles > 0:
+        max_tiles = tl.where(tiles <= whole_tiles, tl.maximum(max_tiles, whole_tiles), max_tiles)
+    splits = tl.cdiv(tiles, max_tiles)  # of a work item
     num_splits = tl.sum(splits, 0) * num_kv_heads
     by_item = num_splits <= num_programs  # one split per program
     return seq_len, shared, tiles, splits, by_item, tl.where(by_item, num_splits, used), base, extra
@@ -103,6 +107,7 @@ def _plan_decode(
     chunk: tl.constexpr,
     tile_tokens: tl.constexpr,
     min_tiles: tl.constexpr,
+    whole_tiles: tl.constexpr,
     skips_empty: tl.constexpr,
     seqs: tl.constexpr,  # num_seqs or more, a power of two
     programs: tl.constexpr,
@@ -111,7 +116,7 @@ def _plan_decode(
     another."""
     seq_len, shared, tiles, splits, by_item, used, base, extra = split_items(
         seq_lens, shared_words, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles,
-        skips_empty, seqs,
+        whole_tiles, skips_empty, seqs,
     )  # fmt: skip
     # In units (splits if by_item, else tiles): where each sequence ends, and where the ranges begin.
     units = tl.where(by_item, splits, tiles) * num_kv_heads
@@ -245,6 +250,7 @@ class DecodeTileScheduler:
             chunk=self.chunk or 0,
             tile_tokens=self.tiling.tile_tokens,
             min_tiles=self.tiling.min_tiles,
+            whole_tiles=self.tiling.whole_tiles,
             skips_empty=skips_empty,
             seqs=max(256, triton.next_power_of_2(num_seqs)),  # few distinct values: each one is a compilation
             programs=_PROGRAMS_PER_PLANNER,

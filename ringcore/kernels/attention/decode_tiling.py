@@ -29,6 +29,7 @@ class DecodeTiling(NamedTuple):
     partials_per_round: int  # partials of a work item that the combine loads together
     rows: int = 8  # of a tile of queries, at least
     by_warps: bool = False  # by `warp_split_decode`
+    whole_tiles: int = 0  # of a work item, which is not split up to them where each split has a program
 
     @classmethod
     def choose_by_warps(
@@ -47,7 +48,9 @@ class DecodeTiling(NamedTuple):
 
         These are of the kernel without shared prefixes, over several calls. Two stages in place of three take 1% less
         with 32 sequences and up to 23% more elsewhere; two warps are slower in most cases. With one short sequence a
-        range of fewer tiles costs more to combine than it saves.
+        range of fewer tiles than that context has costs more to combine than it saves (whole_tiles), while 1 x 384 and 1 x 640 take
+        4.0 and 4.3 us in ranges of two tiles or more, 4.2 and 5.8 of three, 3.8 and 4.4 of one (32 query heads; with 8
+        for each of 4 KV heads ranges of one take 5.8 for 1 x 640, of two 4.5).
         """
         width, v_width = sizes
         fits = width == v_width in _WARP_WIDTHS and dtype.itemsize == 2 and group <= _FEW_ROWS
@@ -55,9 +58,9 @@ class DecodeTiling(NamedTuple):
             return None  # other GPUs may have less shared memory, and it was measured on none
         stages = 3 * 128 // width
         if num_seqs <= _FEW_SEQS:
-            return cls(64, 4, stages, 1, 3, 16, by_warps=True)
+            return cls(64, 4, stages, 1, 2, 16, by_warps=True, whole_tiles=3)
         # A kernel has one carve-out, so these are not partials_per_round of the other.
-        return cls(64, 4, stages, 2, 2, 4, by_warps=True)
+        return cls(64, 4, stages, 2, 2, 4, by_warps=True, whole_tiles=3)
 
     @classmethod
     def choose(

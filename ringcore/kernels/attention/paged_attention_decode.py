@@ -20,9 +20,11 @@ from ringcore.kernels.attention.attention_spans import FIXED_ROUNDINGS
 from ringcore.kernels.attention.attention_tile import score_factors
 from ringcore.kernels.attention.cascade_attention import PrefixTensors
 from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+from ringcore.kernels.attention.head_rotation import HeadRotation
 from ringcore.kernels.attention.kv_write import check_rows
 from ringcore.kernels.attention.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.attention.paged_decode_kernel import paged_decode_kernel
+from ringcore.kernels.attention.qk_norm_rope import LARGEST
 from ringcore.kernels.attention.shared_prefixes import SharedPrefixes
 from ringcore.kernels.attention.warp_split_decode import ROWS, warp_split_decode
 from ringcore.kernels.launch.dependent_launch import launch_options, supports_pdl
@@ -47,6 +49,7 @@ def paged_attention_decode(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     reads_early: bool = False,
+    rotation: HeadRotation | None = None,
 ) -> torch.Tensor:
     """Attends with the last token of each sequence to all of it, to the last `tile_scheduler.window` tokens, or to its
     chunk of `tile_scheduler.chunk` positions.
@@ -58,8 +61,11 @@ def paged_attention_decode(
     scores, above 0. shared: what was found for these tables and passed to `tile_scheduler.plan`, or None. softcap: each
     score becomes softcap * tanh(score / softcap). sinks: [num_heads], in any float dtype: each query head's logit
     without a value. out: [num_seqs, num_heads, v_head_size], contiguous. reads_early: whether the step writes only the
-    last token of each sequence: the others may be read before the kernels before have ended. Returns `out`.
-    `tile_scheduler.plan` read the same numbers in the same step: writes to the tables after it may not be visible.
+    last token of each sequence: the others may be read before the kernels before have ended.
+    rotation: query is the first heads of the output of a QKV projection, whose keys and values follow in each row: they
+    are normalised and rotated here, and keys and values written to the last token's slot. With reads_early, and by
+    warps alone. Returns `out`. `tile_scheduler.plan` read the same numbers in the same step: writes to the tables after
+    it may not be visible.
     """
     num_seqs, num_heads, head_size = check_rows(query)
     page = PageLayout.of(kv_cache, head_size)
@@ -75,10 +81,11 @@ def paged_attention_decode(
     out = query.new_empty(out_shape) if out is None else out
     assert out.shape == out_shape
     assert out.is_contiguous()
+    assert rotation is None or (tile_scheduler.tiling.by_warps and reads_early)
     prefixes = PrefixTensors.of(shared, tile_scheduler.barrier)
     step = query, kv_cache, block_table, seq_lens, tile_scheduler, score_factors(scale, softcap), sinks, prefixes, out
     if tile_scheduler.tiling.by_warps:
-        _launch_by_warps(*step, reads_early)
+        _launch_by_warps(*step, rotation, reads_early)
     else:
         _launch_by_tiles(*step)
     return out
@@ -150,12 +157,13 @@ def _launch_by_warps(
     sinks: torch.Tensor | None,
     prefixes: PrefixTensors,
     out: torch.Tensor,
+    rotation: HeadRotation | None,
     reads_early: bool,
 ) -> None:
     tiling, group = tile_scheduler.tiling, tile_scheduler.group
     num_seqs, num_heads, head_size = query.shape
     page = PageLayout.of(kv_cache, head_size)
-    combine_rows = ROWS.value if group > ROWS.value // 2 else ROWS.value // 2
+    combine_rows = ROWS.value if group > ROWS.value // 2 or tiling.num_warps > 4 else ROWS.value // 2
     words = combine_rows * head_size // (32 * tiling.num_warps)  # of a thread, in one partial
     kernel = warp_split_decode[(tile_scheduler.num_programs,)](
         query,
@@ -167,7 +175,9 @@ def _launch_by_warps(
         tile_scheduler.partials,
         sinks,
         *prefixes,
+        *(None, None) if rotation is None else rotation[:2],
         *factors,
+        0.0 if rotation is None else rotation.eps,
         query.stride(0),
         block_table.stride(0),
         num_seqs * num_heads,
@@ -183,6 +193,7 @@ def _launch_by_warps(
         page_size=page.page_size,
         window=tile_scheduler.window or 0,
         chunk=tile_scheduler.chunk or 0,
+        clamp=LARGEST.get(query.dtype, 0.0),
         stages=tiling.stages,
         num_warps=tiling.num_warps,
         pdl=True,

@@ -11,11 +11,11 @@ from ringcore.kernels.attention.fp8_rows import largest_number
 from ringcore.kernels.attention.page_layout import PageLayout
 from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
-__all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
+__all__ = ["LARGEST", "qk_norm_rope", "qk_norm_rope_reference"]
 
 _ELEMENTS = 1024  # of one program, in whole heads
 _ELEMENTS_PER_WARP = 256  # 8 per thread: one 16-byte load of 16-bit elements
-_LARGEST = {torch.float16: torch.finfo(torch.float16).max}
+LARGEST = {torch.float16: torch.finfo(torch.float16).max}  # of what a cache in this dtype is clamped to
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def qk_norm_rope(
         page = PageLayout.of(kv_cache, head_dim)
         assert (page.num_kv_heads, page.v_head_size) == (num_kv_heads, head_dim), kv_cache.shape
         assert kv_cache.dtype == (torch.uint8 if page.exponent_offset else qkv.dtype), kv_cache.dtype
-        largest = largest_number(qkv.dtype) if page.exponent_offset else _LARGEST.get(qkv.dtype, 0.0)
+        largest = largest_number(qkv.dtype) if page.exponent_offset else LARGEST.get(qkv.dtype, 0.0)
     for tensor in (qkv, out, positions, cos_sin, norm_weight, kv_cache, slot_mapping):
         assert tensor is None or tensor.is_contiguous(), "tensors must be contiguous"
     if not n:

@@ -133,6 +133,7 @@ def _plan_spans(
     chunk: tl.constexpr,
     tile_tokens: tl.constexpr,
     min_tiles: tl.constexpr,
+    whole_tiles: tl.constexpr,
     skips_empty: tl.constexpr,
     seqs: tl.constexpr,  # num_seqs or more, a power of two
     programs: tl.constexpr,
@@ -141,7 +142,7 @@ def _plan_spans(
     """Writes the tile ranges of `programs` programs, as `_plan_decode` does; each ends where the next one begins."""
     seq_len, _, tiles, splits, by_item, _, base, extra = split_items(
         seq_lens, shared_words, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles,
-        skips_empty, seqs,
+        whole_tiles, skips_empty, seqs,
     )  # fmt: skip
     program = tl.program_id(0) * programs + tl.arange(0, programs)
     sequence, head, tile, place, length, first_program, first_span = _begin(

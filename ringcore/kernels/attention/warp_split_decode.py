@@ -7,6 +7,8 @@ is for steps whose time is a chain of waits, not the bytes that they read:
 * The keys and values of the first tiles are copied to shared memory before the wait for the kernel before
   (`dependent_launch`), but for the step's own token, which that kernel writes: it is added when the item ends.
 * A program that combines partials keeps its own in registers.
+* QK norm, rotary embedding and the KV write may be done here: they cost a boundary between kernels less
+  (`warp_split_item`).
 
 Products are by `mma` of 16 tokens, or 16 dimensions of the values, by 8 query heads. Triton loads no tile before a wait
 and lays no softmax out by warps, so this is Gluon, which has no interpreter: it is compared with
@@ -31,15 +33,9 @@ from ringcore.kernels.attention.warp_split_combine import (
     merge_warps,
     row_layout,
 )
+from ringcore.kernels.attention.warp_split_item import load_item
 from ringcore.kernels.attention.warp_split_prefixes import attend_prefixes
-from ringcore.kernels.attention.warp_split_tiles import (
-    WARP_TOKENS,
-    copy_tile,
-    last_key,
-    load_query,
-    next_of_range,
-    warp_pages,
-)
+from ringcore.kernels.attention.warp_split_tiles import WARP_TOKENS, copy_tile, last_key, next_of_range, warp_pages
 from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait
 
 __all__ = ["ROWS", "warp_split_decode"]
@@ -63,8 +59,11 @@ def warp_split_decode(
     prefixes,
     prefix_lse,
     barrier,
+    cos_sin,  # this and the next: see `load_item`, or None; with cos_sin keys and values are written here
+    norm_weight,
     scale_log2,
     softcap_log2,  # or None
+    eps,
     query_stride,
     table_stride,
     span_rows,
@@ -80,6 +79,7 @@ def warp_split_decode(
     page_size: gl.constexpr,
     window: gl.constexpr,
     chunk: gl.constexpr,
+    clamp: gl.constexpr,  # see `load_item`
     stages: gl.constexpr,
     num_warps: gl.constexpr,
     pdl: gl.constexpr,
@@ -99,6 +99,7 @@ def warp_split_decode(
     # Swizzled so that a product's layout is stored without bank conflicts.
     accs_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
     accs = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS, head_size], accs_layout)
+    exchange = accs.slice(0, 1, 0)  # between items
     maxima_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     maxima = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS], maxima_layout)
     sums = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS], maxima_layout)
@@ -116,8 +117,8 @@ def warp_split_decode(
     if shared_words is not None:
         scale_log2, unwritten = attend_prefixes(
             query, kv_cache, block_table, keys, values, units, num_units, members, prefixes, prefix_lse, barrier,
-            span_rows, scale_log2, softcap_log2, unwritten, query_stride, table_stride, num_kv_heads, group, block_size,
-            value_offset, head_stride, page_size, pdl,
+            cos_sin, norm_weight, eps, span_rows, scale_log2, softcap_log2, unwritten, query_stride, table_stride,
+            num_kv_heads, group, block_size, value_offset, head_stride, page_size, pdl,
         )  # fmt: skip
     # Of the work item that is attended to; the next tile's sequence, head and place are of the tile that is copied.
     item_sequence, item_head, item_tile, item_len, item_shared = sequence, kv_head, tile, seq_len, shared
@@ -139,11 +140,12 @@ def warp_split_decode(
                 tile_tokens, num_kv_heads,
             )  # fmt: skip
         async_copy.commit_group()
-    # Of the tile that the first iteration copies: its copies are after the wait, and may read every token.
+    # Of the tile that the first iteration copies: its copies are after the wait, and may read what was written before.
+    unread = 0 if cos_sin is None else 1
     first, first_tile, _ = context_tiles(seq_len, window, chunk, tile_tokens, shared)
     begin = (first_tile + tile) * tile_tokens
     table = block_table + sequence.to(gl.int64) * table_stride
-    offsets = warp_pages(table, begin, first, seq_len, page_size, block_size, head_size, num_warps)
+    offsets = warp_pages(table, begin, first, seq_len - unread, page_size, block_size, head_size, num_warps)
     pages = kv_cache + kv_head * head_stride
     own_table = block_table + item_sequence.to(gl.int64) * table_stride
     own_key = last_key(own_table, item_len, page_size, block_size, head_size) + item_head * head_stride
@@ -153,10 +155,10 @@ def warp_split_decode(
     dim = gl.expand_dims(gl.arange(0, head_size, gl.SliceLayout(0, result_layout)), 0)
     in_item = row * head_size + dim
     in_bounds = (row < group) & (dim >= 0)
-    source = query + item_sequence.to(gl.int64) * query_stride + item_head * (group * head_size)
-    factor = load_query(source, group, ROWS, head_size, second_factor)
-    queries = gl.load(source + in_item, mask=in_bounds, other=0.0)
-    own_keys, own_values = gl.load(kv_cache + own_key + dim), gl.load(kv_cache + own_key + value_offset + dim)
+    queries, factor, own_keys, own_values = load_item(
+        query, kv_cache, cos_sin, norm_weight, eps, item_sequence, item_head, own_key, item_len > 0, query_stride,
+        exchange, num_kv_heads, group, ROWS, head_size, value_offset, clamp, result_layout, second_factor,
+    )  # fmt: skip
     of_warp = gl.expand_dims(gl.arange(0, num_warps, gl.SliceLayout(1, gl.SliceLayout(2, summed))), 1) * WARP_TOKENS
     of_warp += gl.expand_dims(gl.arange(0, WARP_TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, summed))), 0)
     partial = gl.zeros([ROWS, head_size], gl.float32, result_layout)
@@ -166,7 +168,9 @@ def warp_split_decode(
         item_first, first_tile, num_tiles = context_tiles(item_len, window, chunk, tile_tokens, item_shared)
         is_item_end = count - i >= num_tiles - item_tile
         next_i = i + gl.minimum(num_tiles - item_tile, count - i)
-        has_own = (unwritten > 0) & (item_len > 0) & is_item_end & (next_i <= stages)  # copied without its last token
+        has_own = (unwritten > 0) & (item_len > 0) & is_item_end
+        if cos_sin is None:
+            has_own &= next_i <= stages  # copied without its last token
         item_end = item_len - has_own.to(gl.int32)
         token = of_warp + (first_tile + item_tile) * tile_tokens
         warp_max = gl.full([num_warps, ROWS], MASK_VALUE, gl.float32, gl.SliceLayout(1, summed))
@@ -191,7 +195,8 @@ def warp_split_decode(
             acc = mma_v2(value, gl.convert_layout(weights.to(dtype), second_factor), acc * rescale)
             token += tile_tokens
             if j + stages < count:
-                copy_tile(keys.index(slot), values.index(slot), pages, offsets, begin, first, seq_len, value_offset)
+                end = seq_len - unread
+                copy_tile(keys.index(slot), values.index(slot), pages, offsets, begin, first, end, value_offset)
                 sequence, kv_head, tile, seq_len, shared = next_of_range(
                     sequence, kv_head, tile, seq_len, shared, seq_lens, shared_words, j + stages + 1 < count, window,
                     chunk, tile_tokens, num_kv_heads,
@@ -199,7 +204,8 @@ def warp_split_decode(
                 first, next_tile, _ = context_tiles(seq_len, window, chunk, tile_tokens, shared)
                 begin = (next_tile + tile) * tile_tokens
                 table = block_table + sequence.to(gl.int64) * table_stride
-                offsets = warp_pages(table, begin, first, seq_len, page_size, block_size, head_size, num_warps)
+                end = seq_len - unread
+                offsets = warp_pages(table, begin, first, end, page_size, block_size, head_size, num_warps)
                 pages = kv_cache + kv_head * head_stride
             async_copy.commit_group()
             slot = gl.where(slot == stages - 1, 0, slot + 1)
@@ -211,6 +217,9 @@ def warp_split_decode(
         score = score * scale_log2 if softcap_log2 is None else capped(score, scale_log2, softcap_log2)
         score = gl.where(has_own, score, MASK_VALUE)
         value = gl.where(has_own, own_values.to(gl.float32), 0.0)  # else it may be NaN: of an empty sequence
+        if cos_sin is not None:
+            gl.store(kv_cache + own_key + dim, own_keys, mask=has_own & (dim >= 0))
+            gl.store(kv_cache + own_key + value_offset + dim, own_values, mask=has_own & (dim >= 0))
         result, row_max, row_sum = merge_warps(accs, maxima, sums, score, value, num_warps, ROWS)
         is_shared = i < inherited_tiles
         item = item_sequence.to(gl.int64) * num_kv_heads + item_head
@@ -237,14 +246,15 @@ def warp_split_decode(
             item_len = gl.load(seq_lens + item_sequence)
             if shared_words is not None:
                 item_shared = gl.load(shared_words + item_sequence)
-            source = query + item_sequence.to(gl.int64) * query_stride + item_head * (group * head_size)
-            factor = load_query(source, group, ROWS, head_size, second_factor)
-            if (unwritten > 0) & (next_i < stages):
-                own_table = block_table + item_sequence.to(gl.int64) * table_stride
-                own_key = last_key(own_table, item_len, page_size, block_size, head_size) + item_head * head_stride
-                queries = gl.load(source + in_item, mask=in_bounds, other=0.0)
-                own_keys = gl.load(kv_cache + own_key + dim)
-                own_values = gl.load(kv_cache + own_key + value_offset + dim)
+            own_table = block_table + item_sequence.to(gl.int64) * table_stride
+            own_key = last_key(own_table, item_len, page_size, block_size, head_size) + item_head * head_stride
+            has_own = unwritten > 0
+            if cos_sin is None:
+                has_own &= next_i < stages
+            queries, factor, own_keys, own_values = load_item(
+                query, kv_cache, cos_sin, norm_weight, eps, item_sequence, item_head, own_key, has_own, query_stride,
+                exchange, num_kv_heads, group, ROWS, head_size, value_offset, clamp, result_layout, second_factor,
+            )  # fmt: skip
         i = next_i
     if combines:
         own = first_rows(partial, combine_rows, num_warps)

@@ -11,6 +11,7 @@ from ringcore.kernels.attention.cascade_attention import load_unit
 from ringcore.kernels.attention.grid_barrier import grid_barrier
 from ringcore.kernels.attention.prefix_tiling import UNIT_ROWS
 from ringcore.kernels.attention.warp_split_combine import add, largest
+from ringcore.kernels.attention.warp_split_item import rotated
 from ringcore.kernels.attention.warp_split_tiles import WARP_TOKENS, copy_tile, warp_pages
 from ringcore.kernels.launch.dependent_launch import gdc_wait
 
@@ -30,8 +31,8 @@ def _half(stage, half: gl.constexpr):
 
 @gluon.jit
 def _attend_unit(
-    query, kv_cache, block_table, keys, values, unit, members, prefixes, prefix_lse, span_rows, scale_log2,
-    softcap_log2, query_stride, table_stride, num_kv_heads: gl.constexpr, group: gl.constexpr,
+    query, kv_cache, block_table, keys, values, unit, members, prefixes, prefix_lse, cos_sin, norm_weight, eps,
+    span_rows, scale_log2, softcap_log2, query_stride, table_stride, num_kv_heads: gl.constexpr, group: gl.constexpr,
     block_size: gl.constexpr, value_offset: gl.constexpr, head_stride: gl.constexpr, page_size: gl.constexpr,
 ):  # fmt: skip
     """unit: as of `load_unit`. A warp has 16 of the rows, and all tokens."""
@@ -53,6 +54,12 @@ def _attend_unit(
     source = query + gl.expand_dims(sequence.to(gl.int64) * query_stride + head * head_size, 1)
     dim = gl.expand_dims(gl.arange(0, head_size, gl.SliceLayout(0, first_factor)), 0)
     queries = gl.load(source + dim, mask=gl.expand_dims(is_row, 1) & (dim >= 0), other=0.0)
+    if cos_sin is not None:
+        gain = None
+        if norm_weight is not None:
+            gain = gl.load(norm_weight + dim)
+        angles = gl.load(cos_sin + gl.expand_dims(sequence.to(gl.int64) * head_size, 1) + dim)
+        queries = rotated(queries, gain, angles, eps).to(dtype)
     table = block_table + leader.to(gl.int64) * table_stride
     pages = kv_cache + kv_head * head_stride
     end = end_tile * tile_tokens
@@ -95,13 +102,14 @@ def _attend_unit(
 
 @gluon.jit
 def attend_prefixes(
-    query, kv_cache, block_table, keys, values, units, num_units, members, prefixes, prefix_lse, barrier, span_rows,
-    scale_log2, softcap_log2, unwritten, query_stride, table_stride, num_kv_heads: gl.constexpr, group: gl.constexpr,
-    block_size: gl.constexpr, value_offset: gl.constexpr, head_stride: gl.constexpr, page_size: gl.constexpr,
-    pdl: gl.constexpr,
+    query, kv_cache, block_table, keys, values, units, num_units, members, prefixes, prefix_lse, barrier, cos_sin,
+    norm_weight, eps, span_rows, scale_log2, softcap_log2, unwritten, query_stride, table_stride,
+    num_kv_heads: gl.constexpr, group: gl.constexpr, block_size: gl.constexpr, value_offset: gl.constexpr,
+    head_stride: gl.constexpr, page_size: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Where there are units: waits for the kernel before, computes this program's share of them, and waits for all
-    others -> scale_log2, NaN if they do not end, and 0: every token is written. Else scale_log2 and unwritten.
+    others -> scale_log2, NaN if they do not end, and 0: every token is written, but for those that this kernel itself
+    writes. Else scale_log2 and unwritten.
 
     keys and values: the ring in shared memory, which is free. The others: as of
     `cascade_attention.attend_shared_prefixes`.
@@ -112,9 +120,10 @@ def attend_prefixes(
         for at in range(gl.program_id(0), num_units, gl.num_programs(0)):
             _attend_unit(
                 query, kv_cache, block_table, keys, values, load_unit(units, at, num_units), members, prefixes,
-                prefix_lse, span_rows, scale_log2, softcap_log2, query_stride, table_stride, num_kv_heads, group,
-                block_size, value_offset, head_stride, page_size,
+                prefix_lse, cos_sin, norm_weight, eps, span_rows, scale_log2, softcap_log2, query_stride, table_stride,
+                num_kv_heads, group, block_size, value_offset, head_stride, page_size,
             )  # fmt: skip
         scale_log2 = gl.where(grid_barrier(barrier), scale_log2, float("nan"))
-        unwritten = 0
+        if cos_sin is None:
+            unwritten = 0
     return scale_log2, unwritten

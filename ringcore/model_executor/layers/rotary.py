@@ -17,6 +17,7 @@ import torch
 
 from ringcore.attention.layer import KVWriteTarget
 from ringcore.checkpoint import RopeSpec
+from ringcore.kernels.attention.head_rotation import HeadRotation
 from ringcore.kernels.native.row_kernels import RowKernels
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
@@ -63,6 +64,9 @@ class Rotation(Protocol):
         None if they were written to kv_target.
         """
 
+    def of_heads(self, head_norm: HeadNorm | None) -> HeadRotation | None:
+        """The same for attention that rotates itself; None: on this device none does."""
+
     def rotate(self, x: torch.Tensor) -> None:
         """Rotates x in place: [n, heads, head_dim], of any strides but the last, which is 1, and even."""
 
@@ -94,6 +98,9 @@ class ComplexRotation:
         ops.apply_rotary(qk, self.angles)
         q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 1)
         return q, k, v
+
+    def of_heads(self, head_norm: HeadNorm | None) -> HeadRotation | None:
+        return None
 
     def rotate(self, x: torch.Tensor) -> None:
         ops.apply_rotary(x, self.angles)
@@ -145,7 +152,7 @@ class KernelRotation:
     ) -> Heads:
         from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope
 
-        gain, eps = (None, 0.0) if head_norm is None else (head_norm.gain, head_norm.eps)
+        _, gain, eps = self.of_heads(head_norm)
         kv_cache, slots = (None, None) if kv_target is None else kv_target
         qk_norm_rope(
             *(qkv, None, self.cos_sin, num_heads, num_kv_heads),
@@ -159,6 +166,9 @@ class KernelRotation:
             return heads[:, :num_heads], None, None
         q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
         return q, k, v
+
+    def of_heads(self, head_norm: HeadNorm | None) -> HeadRotation:
+        return HeadRotation(self.cos_sin, *((None, 0.0) if head_norm is None else (head_norm.gain, head_norm.eps)))
 
     def rotate(self, x: torch.Tensor) -> None:
         from ringcore.kernels.attention.latent_rows import rotate_heads

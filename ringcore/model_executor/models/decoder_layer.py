@@ -96,12 +96,16 @@ class SelfAttention(Sublayer):
         """The input of `o_proj`: [n, num_heads * head_dim]."""
         ctx = inputs.ctx
         qkv = self.qkv_proj.after_norm(norm, hidden, ctx.tokens)
-        kv_target = self.attention.kv_write_target(ctx)
         if self._qk_norm is not None:
             self._qk_norm(qkv)
-        heads = self.attention.num_heads, self.attention.num_kv_heads
-        q, k, v = inputs.rotations[self.rotary](qkv, *heads, self._head_norm, kv_target)
         sinks = None if self._sinks is None else self._sinks.values
+        rotate = inputs.rotations[self.rotary]
+        rotation = rotate.of_heads(self._head_norm)
+        if rotation is not None and self.attention.rotates(ctx):
+            return self.attention.of_projection(qkv, rotation, ctx, sinks).flatten(1)
+        kv_target = self.attention.kv_write_target(ctx)
+        heads = self.attention.num_heads, self.attention.num_kv_heads
+        q, k, v = rotate(qkv, *heads, self._head_norm, kv_target)
         return self.attention(q, k, v, ctx, sinks).reshape(len(hidden), -1)
 
     def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
