@@ -48,9 +48,9 @@ class DecodeTiling(NamedTuple):
 
         These are of the kernel without shared prefixes, over several calls. Two stages in place of three take 1% less
         with 32 sequences and up to 23% more elsewhere; two warps are slower in most cases. With one short sequence a
-        range of fewer tiles than that context has costs more to combine than it saves (whole_tiles), while 1 x 384 and 1 x 640 take
-        4.0 and 4.3 us in ranges of two tiles or more, 4.2 and 5.8 of three, 3.8 and 4.4 of one (32 query heads; with 8
-        for each of 4 KV heads ranges of one take 5.8 for 1 x 640, of two 4.5).
+        range of fewer tiles than that context has costs more to combine than it saves (whole_tiles), while 1 x 384 and
+        1 x 640 take 4.0 and 4.3 us in ranges of two tiles or more, 4.2 and 5.8 of three, 3.8 and 4.4 of one (32 query
+        heads; with 8 for each of 4 KV heads ranges of one take 5.8 for 1 x 640, of two 4.5).
         """
         width, v_width = sizes
         fits = width == v_width in _WARP_WIDTHS and dtype.itemsize == 2 and group <= _FEW_ROWS
