@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcore.kernels.attention.fp8_rows import to_rows
 from ringcore.kernels.attention.page_layout import PageLayout
 
 # Of the largest difference to float32, for numbers near 1. Float32: sums of as many terms in another order. The half
@@ -91,3 +92,20 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.isfinite().all()
     difference = (got.float() - expected.float()).abs().max().item()
     assert difference < TOLERANCE[got.dtype], f"largest difference {difference}"
+
+
+def in_fp8(batch: PagedBatch) -> PagedBatch:
+    """Its cache in FP8; what nothing may read has codes that are NaN, and an exponent that is infinite."""
+    dense = PageLayout.of(batch.kv_cache, batch.query.shape[2])
+    sizes = dense.num_kv_heads, dense.block_size, dense.head_size, dense.v_head_size
+    shape = PageLayout.shape(len(batch.kv_cache), *sizes, True)
+    pages = torch.full(shape, 255, dtype=torch.uint8, device=batch.query.device)
+    page = PageLayout.of(pages, dense.head_size)
+    for codes, exponents, given in zip(
+        page.split(pages), page.exponents(pages), dense.split(batch.kv_cache), strict=True
+    ):
+        rows, is_written = to_rows(given), given.isfinite()
+        codes[is_written] = rows[..., :-1][is_written]
+        exponents[is_written[..., 0]] = rows[..., -1][is_written[..., 0]]
+    batch.kv_cache = pages
+    return batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_batch import PagedBatch, assert_close
+from paged_batch import PagedBatch, assert_close, in_fp8
 from test_paged_attention_decode import decode, scheduler_of
 from test_precompile import run
 
@@ -94,25 +94,8 @@ def test_every_writer_stores_the_same_bytes(device, dtype, heads, kv_heads, head
         assert torch.equal(found, expected)
 
 
-def fp8(batch: PagedBatch) -> PagedBatch:
-    """Its cache in FP8; what nothing may read has codes that are NaN, and an exponent that is infinite."""
-    dense = PageLayout.of(batch.kv_cache, batch.query.shape[2])
-    sizes = dense.num_kv_heads, dense.block_size, dense.head_size, dense.v_head_size
-    shape = PageLayout.shape(len(batch.kv_cache), *sizes, True)
-    pages = torch.full(shape, 255, dtype=torch.uint8, device=batch.query.device)
-    page = PageLayout.of(pages, dense.head_size)
-    for codes, exponents, given in zip(
-        page.split(pages), page.exponents(pages), dense.split(batch.kv_cache), strict=True
-    ):
-        rows, is_written = to_rows(given), given.isfinite()
-        codes[is_written] = rows[..., :-1][is_written]
-        exponents[is_written[..., 0]] = rows[..., -1][is_written[..., 0]]
-    batch.kv_cache = pages
-    return batch
-
-
 def check_decode(lens, num_programs, *, window=None, softcap=None, sinks=False, **shape):
-    batch = fp8(PagedBatch.make([(1, n) for n in lens], window=window, **shape))
+    batch = in_fp8(PagedBatch.make([(1, n) for n in lens], window=window, **shape))
     tile_scheduler = scheduler_of(batch, num_programs, window)
     tile_scheduler.plan(batch.seq_lens)
     scores = {"softcap": softcap, "sinks": batch.sinks if sinks else None}
@@ -144,7 +127,7 @@ def test_values_of_very_different_sizes(device, head_size):
     values[batch.block_table[0, 0], :, :8] = 0.0
     values[batch.block_table[0, 1]] *= 2.0**-40
     values[batch.block_table[0, 2]] *= 2.0**20
-    fp8(batch)
+    in_fp8(batch)
     tile_scheduler = scheduler_of(batch, 2)
     tile_scheduler.plan(batch.seq_lens)
     inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, tile_scheduler, batch.scale)
@@ -165,7 +148,7 @@ def test_chunks(device, dtype, options):
 
 
 def check_prefill(lens, *, window=None, **shape):
-    batch = fp8(PagedBatch.make(lens, window=window, **shape))
+    batch = in_fp8(PagedBatch.make(lens, window=window, **shape))
     inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, batch.scale)
     options = {"max_query_len": max(n for n, _ in lens), "window": window}
     out = batch.poisoned_out()

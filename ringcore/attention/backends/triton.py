@@ -29,6 +29,7 @@ from ringcore.attention.backends.step_tensors import StepTensors
 from ringcore.attention.backends.triton_step import Chunks, Decodes, Scores, TritonStep
 from ringcore.attention.metadata import AttentionMetadata
 from ringcore.attention.spec import AttentionSpec
+from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.launch.upload import upload_packed
 from ringcore.kv_cache.spec import DTYPE_BYTES, ChunkedAttentionSpec, HeadsSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 
@@ -185,7 +186,8 @@ class TritonBackend(AttentionBackend):
 
     def _tiling_for(self, num_seqs: int, device: torch.device) -> DecodeTiling:
         sizes, group = (self.spec.head_size, self.spec.value_size), self.num_heads // self.spec.num_kv_heads
-        by_warps = self._tiling.choose_by_warps(num_seqs, sizes, self.storage_dtype, group, device)
+        dtypes = TORCH_DTYPES[self.spec.dtype], self.storage_dtype
+        by_warps = self._tiling.choose_by_warps(num_seqs, sizes, dtypes, group, device)
         return by_warps or self._tiling.choose(num_seqs, max(sizes), self.storage_dtype, group=group)
 
     def _tile_scheduler_for(self, num_seqs: int, device: torch.device) -> DecodeTileScheduler:
@@ -231,7 +233,7 @@ class TritonBackend(AttentionBackend):
 
     def rotates(self, plan: object) -> bool:
         assert isinstance(plan, TritonStep)
-        return plan.decodes is not None and plan.decodes.rotates and not plan.others
+        return plan.decodes is not None and plan.decodes.rotates and not plan.others and not self.spec.is_fp8
 
     def forward_unrotated(
         self,

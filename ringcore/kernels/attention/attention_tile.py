@@ -66,6 +66,7 @@ def attend_tile(
     acc,  # [rows, v_width] float32: the weighted sum of the values so far; columns: `dims_of_columns`
     blocks,  # from `tile_blocks`
     pages,  # pointer to the KV head's keys in block 0
+    exponents,  # in FP8 likewise to its keys' exponents
     start,  # this and the next two as for `tile_blocks`
     first,
     end,
@@ -117,7 +118,7 @@ def attend_tile(
     if not by_codes:
         values = load_factor(v_source + value_offset, None if v_width == v_head_size else v_dim < v_head_size, num_rows)
     if exponent_offset > 0:
-        key_exponents, value_exponents = load_exponents(pages + exponent_offset + page + offsets, block_size)
+        key_exponents, value_exponents = load_exponents(exponents + page + offsets, block_size)
     no_scores = tl.zeros([num_rows, tile_tokens], tl.float32)
     if by_codes:
         keys = expand_codes(keys, tl.float16)

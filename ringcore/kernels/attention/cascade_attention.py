@@ -110,7 +110,7 @@ def _attend_unit(
     for at in tl.range(start, end, step_tokens, num_stages=_STAGES):
         next_blocks = tile_blocks(table, at + step_tokens, 0, end, block_size, False, step_tokens)
         row_max, row_sum, acc = attend_tile(
-            queries, row_max, row_sum, acc, blocks, pages, at, 0, end, 0, scale_log2, softcap_log2, page_size,
+            queries, row_max, row_sum, acc, blocks, pages, pages, at, 0, end, 0, scale_log2, softcap_log2, page_size,
             head_size, width, v_head_size, v_width, block_size, token_stride, value_offset, 0, 0, 0, step_tokens,
             False,
         )  # fmt: skip

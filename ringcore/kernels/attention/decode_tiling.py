@@ -33,9 +33,15 @@ class DecodeTiling(NamedTuple):
 
     @classmethod
     def choose_by_warps(
-        cls, num_seqs: int, sizes: tuple[int, int], dtype: torch.dtype, group: int, device: torch.device
+        cls,
+        num_seqs: int,
+        sizes: tuple[int, int],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        group: int,
+        device: torch.device,
     ) -> DecodeTiling | None:
-        """For `warp_split_decode`. sizes: of a key and of a value of a head. None: it does not serve these.
+        """For `warp_split_decode`. sizes: of a key and of a value of a head. dtypes: of queries, and of the cache.
+        None: it does not serve these.
 
         Microseconds that attention adds to a layer of a CUDA graph (QKV product, rotation, output projection) of
         Qwen3-4B on an H200, first by `choose`:
@@ -51,16 +57,26 @@ class DecodeTiling(NamedTuple):
         range of fewer tiles than that context has costs more to combine than it saves (whole_tiles), while 1 x 384 and
         1 x 640 take 4.0 and 4.3 us in ranges of two tiles or more, 4.2 and 5.8 of three, 3.8 and 4.4 of one (32 query
         heads; with 8 for each of 4 KV heads ranges of one take 5.8 for 1 x 640, of two 4.5).
+
+        FP8:
+
+            | tiling           | 1 x 384 | 8 x 550 | 32 x 550 | 256 x 1,000 | 8 x 32,768 |
+            | `choose`         |     8.1 |     8.6 |     16.3 |         144 |        148 |
+            | (64, 4, 6, 1, 2) |     3.9 |     7.2 |     18.2 |         182 |            |
+            | (64, 4, 4, 2, 2) |     4.5 |     6.9 |     12.3 |         140 |        136 |
+            | (64, 4, 2, 3, 2) |     4.8 |     8.0 |     13.8 |         137 |        143 |
+
+        The last two columns before pages had all exponents at their end, of which 5% less is expected.
         """
         width, v_width = sizes
-        fits = width == v_width in _WARP_WIDTHS and dtype.itemsize == 2 and group <= _FEW_ROWS
+        fits = width == v_width in _WARP_WIDTHS and dtypes[0].itemsize == 2 and group <= _FEW_ROWS
         if not (fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER):
             return None  # other GPUs may have less shared memory, and it was measured on none
-        stages = 3 * 128 // width
+        few, many = (3, 3) if dtypes[1].itemsize == 2 else (6, 4)  # pipeline stages of heads of 128
         if num_seqs <= _FEW_SEQS:
-            return cls(64, 4, stages, 1, 2, 16, by_warps=True, whole_tiles=3)
+            return cls(64, 4, few * 128 // width, 1, 2, 16, by_warps=True, whole_tiles=3)
         # A kernel has one carve-out, so these are not partials_per_round of the other.
-        return cls(64, 4, stages, 2, 2, 4, by_warps=True, whole_tiles=3)
+        return cls(64, 4, many * 128 // width, 2, 2, 4, by_warps=True, whole_tiles=3)
 
     @classmethod
     def choose(

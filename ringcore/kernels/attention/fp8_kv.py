@@ -15,6 +15,7 @@ from ringcore.kernels.attention.row_dot import dot_of_rows, load_factor
 from ringcore.kernels.packed_math import has_packed_math, power_of_2
 
 __all__ = [
+    "PAIRS_TO_HALVES",
     "dims_of_columns",
     "expand_codes",
     "load_exponents",
@@ -73,7 +74,7 @@ def load_exponents(tokens, block_size: tl.constexpr):
     return (tl.load(words) >> shift) & 255, (tl.load(words + block_size // 4) >> shift) & 255
 
 
-_PAIRS = tl.constexpr(
+PAIRS_TO_HALVES = tl.constexpr(
     """{ .reg .b32 sorted; .reg .b16 even, odd;
     prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {even, odd}, sorted;
     cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }"""
@@ -84,7 +85,7 @@ _PAIRS = tl.constexpr(
 def expand_pairs(pairs):
     """int16, two codes -> the lower and the higher ones' numbers, float16."""
     if has_packed_math():
-        even, odd = tl.inline_asm_elementwise(_PAIRS, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), True, 2)
+        even, odd = tl.inline_asm_elementwise(PAIRS_TO_HALVES, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), True, 2)
     else:
         even = expand_codes((pairs & 255).to(tl.uint8), tl.float16)
         odd = expand_codes(((pairs >> 8) & 255).to(tl.uint8), tl.float16)

@@ -65,7 +65,7 @@ def _kv_write_kernel(
         keys, key_exponents = round_row(tl.load(key_row, mask=in_bounds, other=0.0).to(tl.float32), largest)
         values, value_exponents = round_row(tl.load(value_row, mask=in_bounds, other=0.0).to(tl.float32), largest)
         byte = tl.arange(0, heads)
-        byte = slot // block_size * page_size + byte * head_stride + exponent_offset + slot % block_size
+        byte = slot // block_size * page_size + byte * (2 * block_size) + exponent_offset + slot % block_size
         tl.store(kv_cache + byte, key_exponents, mask=tl.arange(0, heads) < num_kv_heads)
         tl.store(kv_cache + byte + block_size, value_exponents, mask=tl.arange(0, heads) < num_kv_heads)
     else:

@@ -4,12 +4,13 @@ A page is contiguous, so layers of other shapes may share the memory. In it, hea
 
     values as wide as keys    [num_blocks, 2, num_kv_heads, block_size, head_size]            all keys, then all values
     of another width          [num_blocks, num_kv_heads, block_size, head_size + v_head_size]  each key with its value
-    FP8, in bytes             [num_blocks, num_kv_heads, block_size, 2 * (head_size + 1)]      of a head: see below
+    FP8, in bytes             [num_blocks, 2 * (head_size + 1), num_kv_heads, block_size]      all codes, then exponents
 
 The first makes the keys of a head one contiguous matrix. In the second a token's key and value are neighbours, so one
-stride serves both and no page has padding. In the third the bytes of a head are its keys' codes [block_size,
-head_size], its values' codes, its keys' exponents [block_size], and its values' exponents (`fp8_rows`): one range, in
-which the codes of a token are aligned, and of 16 tokens all exponents are one sector of 32 bytes.
+stride serves both and no page has padding. In the third a page is the codes [num_kv_heads, 2, block_size, head_size],
+head by head its keys and its values, then the exponents [num_kv_heads, 2, block_size] (`fp8_rows`): codes of a head
+begin at a line of the cache, and of 16 tokens all exponents are one sector of 32 bytes. With its exponents behind each
+head's codes, lines of two heads are one, and 256 x 1,000 tokens take 5% longer on an H200.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class PageLayout(NamedTuple):
     value_offset: int  # from a key to its value
     head_stride: int  # from a token of a head to that of the next head
     page_size: int
-    exponent_offset: int  # in FP8 from a head's first key to its keys' exponents, those of values after them; 0: none
+    # In FP8 from a page's first key to its first head's keys' exponents; those of its values follow, then those of the
+    # next head. 0: none.
+    exponent_offset: int
 
     @classmethod
     def of(cls, kv_cache: torch.Tensor, head_size: int) -> PageLayout:
@@ -42,10 +45,10 @@ class PageLayout(NamedTuple):
         assert kv_cache.is_contiguous()
         page_size = kv_cache[0].numel()
         if kv_cache.dtype == torch.uint8:
-            _, num_kv_heads, block_size, token_bytes = kv_cache.shape
+            _, token_bytes, num_kv_heads, block_size = kv_cache.shape
             assert token_bytes == 2 * (head_size + 1), (kv_cache.shape, head_size)
             codes = block_size * head_size
-            distances = head_size, codes, block_size * token_bytes, page_size, 2 * codes
+            distances = head_size, codes, 2 * codes, page_size, num_kv_heads * 2 * codes
             return cls(num_kv_heads, block_size, head_size, head_size, *distances)
         if kv_cache.dim() == 4:
             _, num_kv_heads, block_size, both = kv_cache.shape
@@ -69,7 +72,7 @@ class PageLayout(NamedTuple):
         """Of a cache."""
         if is_fp8:
             assert head_size == v_head_size, "no layout for FP8 values of another width than keys"
-            return (num_blocks, num_kv_heads, block_size, 2 * (head_size + 1))
+            return (num_blocks, 2 * (head_size + 1), num_kv_heads, block_size)
         if head_size == v_head_size:
             return (num_blocks, 2, num_kv_heads, block_size, head_size)
         return (num_blocks, num_kv_heads, block_size, head_size + v_head_size)
@@ -78,8 +81,8 @@ class PageLayout(NamedTuple):
         """Views of the keys and of the values: [num_blocks, num_kv_heads, block_size, head_size or v_head_size]; in FP8
         of their codes."""
         if self.exponent_offset:
-            heads = kv_cache.view(len(kv_cache), self.num_kv_heads, self.head_stride)
-            kinds = heads[:, :, : self.exponent_offset].view(*heads.shape[:2], 2, self.block_size, self.head_size)
+            codes = kv_cache.view(len(kv_cache), self.page_size)[:, : self.exponent_offset]
+            kinds = codes.view(len(kv_cache), self.num_kv_heads, 2, self.block_size, self.head_size)
             return kinds[:, :, 0], kinds[:, :, 1]
         if kv_cache.dim() == 5:
             return kv_cache[:, 0], kv_cache[:, 1]
@@ -87,8 +90,8 @@ class PageLayout(NamedTuple):
 
     def exponents(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the exponents of keys and of values, of an FP8 cache: [num_blocks, num_kv_heads, block_size]."""
-        heads = kv_cache.view(len(kv_cache), self.num_kv_heads, self.head_stride)
-        kinds = heads[:, :, self.exponent_offset :].view(*heads.shape[:2], 2, self.block_size)
+        exponents = kv_cache.view(len(kv_cache), self.page_size)[:, self.exponent_offset :]
+        kinds = exponents.view(len(kv_cache), self.num_kv_heads, 2, self.block_size)
         return kinds[:, :, 0], kinds[:, :, 1]
 
     def write(self, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]) -> None:

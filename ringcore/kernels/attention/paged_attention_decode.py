@@ -33,6 +33,7 @@ from ringcore.kernels.launch.shared_memory import prefer_carveout
 __all__ = ["paged_attention_decode"]
 
 _QUERY_BYTES = 16 << 10  # the largest query tile of which two fit in shared memory with two tiles of keys and values
+_MAX_REGISTERS = 255  # of a thread
 _MAX_WORDS = 64  # of a thread of `warp_split_decode`, in the partials that are read together: registers
 
 
@@ -191,6 +192,7 @@ def _launch_by_warps(
         value_offset=page.value_offset,
         head_stride=page.head_stride,
         page_size=page.page_size,
+        exponent_offset=page.exponent_offset,
         window=tile_scheduler.window or 0,
         chunk=tile_scheduler.chunk or 0,
         clamp=LARGEST.get(query.dtype, 0.0),
@@ -198,5 +200,6 @@ def _launch_by_warps(
         num_warps=tiling.num_warps,
         pdl=True,
         launch_pdl=True,
+        maxnreg=_MAX_REGISTERS if page.exponent_offset else None,  # else it spills some for a third program
     )
     prefer_carveout(kernel, tiling.programs_per_sm, query.device)

@@ -112,6 +112,7 @@ def _paged_attention_prefill(
     positions = (low + row // group)[:, None]
     table = block_table + sequence.to(tl.int64) * table_stride
     pages = kv_cache + kv_head * head_stride
+    exponents = kv_cache + exponent_offset + kv_head * (2 * block_size)
 
     row_max = tl.full([tile_rows], MASK_VALUE, tl.float32)
     row_sum = tl.zeros([tile_rows, SUMS] if has_spans else [tile_rows], tl.float32)
@@ -137,7 +138,7 @@ def _paged_attention_prefill(
         for at in tl.range(start, window_end, tile_tokens, num_stages=stages):
             next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
             row_max, row_sum, acc = attend_tile(
-                queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
+                queries, row_max, row_sum, acc, blocks, pages, exponents, at, first, end, positions, scale_log2,
                 softcap_log2, page_size, head_size, width, v_head_size, v_width, block_size, token_stride,
                 value_offset, exponent_offset, window, chunk, tile_tokens, True,
             )  # fmt: skip
@@ -151,7 +152,7 @@ def _paged_attention_prefill(
     for at in tl.range(start, unmasked_end, tile_tokens, num_stages=stages):
         next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
         row_max, row_sum, acc = attend_tile(
-            queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
+            queries, row_max, row_sum, acc, blocks, pages, exponents, at, first, end, positions, scale_log2,
             softcap_log2, page_size, head_size, width, v_head_size, v_width, block_size, token_stride,
             value_offset, exponent_offset, window, chunk, tile_tokens, False,
         )  # fmt: skip
@@ -159,7 +160,7 @@ def _paged_attention_prefill(
     for at in tl.range(unmasked_end, end, tile_tokens, num_stages=stages):
         next_blocks = tile_blocks(table, at + tile_tokens, first, end, block_size, is_local, tile_tokens)
         row_max, row_sum, acc = attend_tile(
-            queries, row_max, row_sum, acc, blocks, pages, at, first, end, positions, scale_log2,
+            queries, row_max, row_sum, acc, blocks, pages, exponents, at, first, end, positions, scale_log2,
             softcap_log2, page_size, head_size, width, v_head_size, v_width, block_size, token_stride,
             value_offset, exponent_offset, window, chunk, tile_tokens, True,
         )  # fmt: skip

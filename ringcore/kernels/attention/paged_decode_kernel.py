@@ -157,8 +157,9 @@ def paged_decode_kernel(
         # Always masked: a second loop for the last tile of an item would wait for memory with no later load in flight.
         end = begin + tokens
         queries = tl.load(query + source + in_item, mask=in_bounds, other=0.0)
+        exponents = kv_cache + exponent_offset + page // head_size  # of the KV head: 2 * block_size for each before it
         row_max, row_sum, acc = attend_tile(
-            queries, row_max, row_sum, acc, blocks, kv_cache + page, begin, first, end, end - 1, scale_log2,
+            queries, row_max, row_sum, acc, blocks, kv_cache + page, exponents, begin, first, end, end - 1, scale_log2,
             softcap_log2, page_size, head_size, width, v_head_size, v_width, block_size, token_stride, value_offset,
             exponent_offset, window, chunk, tile_tokens, True,
         )  # fmt: skip

@@ -75,13 +75,13 @@ def _gather_padded_kernel(
     head = tl.arange(0, heads)[:, None]
     dim = tl.arange(0, width)[None, :]
     in_bounds = (head < num_kv_heads) & (dim < head_size)
-    page_head = slot // block_size * page_size + head * head_stride
-    source = page_head + slot % block_size * token_stride + dim
+    page = slot // block_size * page_size
+    source = page + head * head_stride + slot % block_size * token_stride + dim
     target = tl.program_id(0).to(tl.int64) * (num_kv_heads * head_size) + head * head_size + dim
     keys = tl.load(kv_cache + source, mask=in_bounds & is_token, other=0)
     values = tl.load(kv_cache + source + value_offset, mask=in_bounds & is_token, other=0)
     if exponent_offset > 0:
-        byte = kv_cache + page_head + exponent_offset + slot % block_size
+        byte = kv_cache + page + exponent_offset + head * (2 * block_size) + slot % block_size
         is_stored = (head < num_kv_heads) & is_token
         key_exponents = tl.load(byte, mask=is_stored, other=0).to(tl.int32)
         value_exponents = tl.load(byte + block_size, mask=is_stored, other=0).to(tl.int32)
@@ -158,8 +158,7 @@ def gather_padded_kv(
 
 def _page(kv_cache: torch.Tensor) -> PageLayout:
     """Of a cache whose values are as wide as its keys."""
-    width = kv_cache.shape[-1]
-    return PageLayout.of(kv_cache, width // 2 - 1 if kv_cache.dtype == torch.uint8 else width)
+    return PageLayout.of(kv_cache, kv_cache.shape[1] // 2 - 1 if kv_cache.dtype == torch.uint8 else kv_cache.shape[-1])
 
 
 def _num_prompts(num_tokens: int, query_len: int, padded_len: int) -> int:

@@ -82,14 +82,15 @@ def _qk_norm_rope_kernel(
     if writes_kv:
         kv_heads = tl.where(is_value, heads - num_rotated, heads - num_heads)
         kinds = is_value.to(tl.int64)
-        page_heads = slot // block_size * page_size + kv_heads * head_stride
-        places = (page_heads + kinds * value_offset + slot % block_size * token_stride)[:, None] + dims[None, :]
+        page = slot // block_size * page_size
+        places = page + kv_heads * head_stride + kinds * value_offset + slot % block_size * token_stride
+        places = places[:, None] + dims[None, :]
         is_stored = (heads >= num_heads) & (heads < num_all)
         if exponent_offset > 0:  # of what is stored in `out`, as every other writer rounds it
             y = tl.where(mask, y.to(out.dtype.element_ty).to(tl.float32), 0.0)
             codes, exponents = round_row(y, largest)
             tl.store(kv_cache + places, codes, mask=mask & is_stored[:, None])
-            byte = page_heads + exponent_offset + kinds * block_size + slot % block_size
+            byte = page + exponent_offset + (2 * kv_heads + kinds) * block_size + slot % block_size
             tl.store(kv_cache + byte, exponents, mask=is_stored)
         else:
             if largest > 0:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ringcore.kernels.attention.attention_tile import MASK_VALUE, capped, sink_share
 from ringcore.kernels.attention.split_kv_combine import pack_partial
@@ -28,14 +28,21 @@ from ringcore.kernels.attention.warp_split_combine import (
     add,
     combine_partials,
     first_rows,
-    largest,
     merge_prefixes,
     merge_warps,
     row_layout,
 )
 from ringcore.kernels.attention.warp_split_item import load_item
 from ringcore.kernels.attention.warp_split_prefixes import attend_prefixes
-from ringcore.kernels.attention.warp_split_tiles import WARP_TOKENS, copy_tile, last_key, next_of_range, warp_pages
+from ringcore.kernels.attention.warp_split_products import attend_codes, attend_numbers, by_head, code_factor, no_values
+from ringcore.kernels.attention.warp_split_tiles import (
+    WARP_TOKENS,
+    allocate_ring,
+    copy_stage,
+    last_key,
+    next_of_range,
+    warp_pages,
+)
 from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait
 
 __all__ = ["ROWS", "warp_split_decode"]
@@ -77,6 +84,7 @@ def warp_split_decode(
     value_offset: gl.constexpr,
     head_stride: gl.constexpr,
     page_size: gl.constexpr,
+    exponent_offset: gl.constexpr,
     window: gl.constexpr,
     chunk: gl.constexpr,
     clamp: gl.constexpr,  # see `load_item`
@@ -90,12 +98,13 @@ def warp_split_decode(
     tile_tokens: gl.constexpr = WARP_TOKENS * num_warps
     dtype: gl.constexpr = query.dtype.element_ty
     summed: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
-    first_factor: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
     second_factor: gl.constexpr = gl.DotOperandLayout(1, summed, 2)
     result_layout: gl.constexpr = row_layout(ROWS, num_warps)
-    ring: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    keys = gl.allocate_shared_memory(dtype, [stages, num_warps, WARP_TOKENS, head_size], ring)
-    values = gl.allocate_shared_memory(dtype, [stages, num_warps, WARP_TOKENS, head_size], ring)
+    is_fp8: gl.constexpr = exponent_offset > 0
+    bits: gl.constexpr = 8 if is_fp8 else 16
+    factor_dtype: gl.constexpr = gl.float16 if is_fp8 else dtype
+    factor_layout: gl.constexpr = code_factor(summed, 1) if is_fp8 else second_factor
+    ring = allocate_ring(kv_cache.dtype.element_ty, stages, num_warps, head_size, is_fp8)
     # Swizzled so that a product's layout is stored without bank conflicts.
     accs_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
     accs = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS, head_size], accs_layout)
@@ -116,7 +125,7 @@ def warp_split_decode(
         gdc_wait()
     if shared_words is not None:
         scale_log2, unwritten = attend_prefixes(
-            query, kv_cache, block_table, keys, values, units, num_units, members, prefixes, prefix_lse, barrier,
+            query, kv_cache, block_table, ring[0], ring[1], units, num_units, members, prefixes, prefix_lse, barrier,
             cos_sin, norm_weight, eps, span_rows, scale_log2, softcap_log2, unwritten, query_stride, table_stride,
             num_kv_heads, group, block_size, value_offset, head_stride, page_size, pdl,
         )  # fmt: skip
@@ -132,9 +141,11 @@ def warp_split_decode(
             first, first_tile, _ = context_tiles(seq_len, window, chunk, tile_tokens, shared)
             begin, end = (first_tile + tile) * tile_tokens, seq_len - unwritten
             table = block_table + sequence.to(gl.int64) * table_stride
-            offsets = warp_pages(table, begin, first, end, page_size, block_size, head_size, num_warps)
-            pages = kv_cache + kv_head * head_stride
-            copy_tile(keys.index(k), values.index(k), pages, offsets, begin, first, end, value_offset)
+            offsets = warp_pages(table, begin, first, end, page_size, block_size, head_size, num_warps, bits)
+            copy_stage(
+                ring, k, kv_cache, kv_head, offsets, begin, first, end, value_offset, head_stride, exponent_offset,
+                block_size,
+            )  # fmt: skip
             sequence, kv_head, tile, seq_len, shared = next_of_range(
                 sequence, kv_head, tile, seq_len, shared, seq_lens, shared_words, k + 1 < count, window, chunk,
                 tile_tokens, num_kv_heads,
@@ -145,8 +156,7 @@ def warp_split_decode(
     first, first_tile, _ = context_tiles(seq_len, window, chunk, tile_tokens, shared)
     begin = (first_tile + tile) * tile_tokens
     table = block_table + sequence.to(gl.int64) * table_stride
-    offsets = warp_pages(table, begin, first, seq_len - unread, page_size, block_size, head_size, num_warps)
-    pages = kv_cache + kv_head * head_stride
+    offsets = warp_pages(table, begin, first, seq_len - unread, page_size, block_size, head_size, num_warps, bits)
     own_table = block_table + item_sequence.to(gl.int64) * table_stride
     own_key = last_key(own_table, item_len, page_size, block_size, head_size) + item_head * head_stride
     if pdl:
@@ -156,8 +166,10 @@ def warp_split_decode(
     in_item = row * head_size + dim
     in_bounds = (row < group) & (dim >= 0)
     queries, factor, own_keys, own_values = load_item(
-        query, kv_cache, cos_sin, norm_weight, eps, item_sequence, item_head, own_key, item_len > 0, query_stride,
-        exchange, num_kv_heads, group, ROWS, head_size, value_offset, clamp, result_layout, second_factor,
+        query, kv_cache, cos_sin, norm_weight, eps, item_sequence, item_head, own_key,
+        gl.maximum(item_len - 1, 0) % block_size, item_len > 0, query_stride,
+        exchange, num_kv_heads, group, ROWS, head_size, value_offset, exponent_offset, block_size, clamp,
+        result_layout, factor_layout,
     )  # fmt: skip
     of_warp = gl.expand_dims(gl.arange(0, num_warps, gl.SliceLayout(1, gl.SliceLayout(2, summed))), 1) * WARP_TOKENS
     of_warp += gl.expand_dims(gl.arange(0, WARP_TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, summed))), 0)
@@ -175,28 +187,31 @@ def warp_split_decode(
         token = of_warp + (first_tile + item_tile) * tile_tokens
         warp_max = gl.full([num_warps, ROWS], MASK_VALUE, gl.float32, gl.SliceLayout(1, summed))
         warp_sum = gl.zeros([num_warps, WARP_TOKENS, ROWS], gl.float32, summed)
-        acc = gl.zeros([num_warps, head_size, ROWS], gl.float32, summed)
-        factors, _broadcast = gl.broadcast(factor, gl.zeros([num_warps, head_size, ROWS], dtype, second_factor))
+        acc = no_values(num_warps, head_size, ROWS, is_fp8, summed)
+        shape: gl.constexpr = [num_warps, head_size, ROWS]
+        factors, _broadcast = gl.broadcast(factor.to(factor_dtype), gl.zeros(shape, factor_dtype, factor_layout))
         for j in range(i, next_i):
             async_copy.wait_group(stages - 1)
-            key = keys.index(slot).load(first_factor)
-            scores = mma_v2(key, factors, gl.zeros([num_warps, WARP_TOKENS, ROWS], gl.float32, summed))
-            scores = scores * scale_log2 if softcap_log2 is None else capped(scores, scale_log2, softcap_log2)
             visible = token < item_end
             if window + chunk > 0:
                 visible &= token >= item_first
-            scores = gl.where(gl.expand_dims(visible, 2), scores, MASK_VALUE)
-            new_max = gl.maximum(warp_max, gl.reduce(scores, 1, largest))
-            weights = gl.exp2(scores - gl.expand_dims(new_max, 1))
-            rescale = gl.expand_dims(gl.exp2(warp_max - new_max), 1)
-            warp_sum = warp_sum * rescale + weights
-            warp_max = new_max
-            value = values.index(slot).permute((0, 2, 1)).load(first_factor)
-            acc = mma_v2(value, gl.convert_layout(weights.to(dtype), second_factor), acc * rescale)
+            if is_fp8:
+                warp_max, warp_sum, acc = attend_codes(
+                    ring[0].index(slot), ring[1].index(slot), ring[2].index(slot), ring[3].index(slot), factors,
+                    visible, warp_max, warp_sum, acc, scale_log2, softcap_log2,
+                )  # fmt: skip
+            else:
+                warp_max, warp_sum, acc = attend_numbers(
+                    ring[0].index(slot), ring[1].index(slot), factors, visible, warp_max, warp_sum, acc, scale_log2,
+                    softcap_log2,
+                )  # fmt: skip
             token += tile_tokens
             if j + stages < count:
                 end = seq_len - unread
-                copy_tile(keys.index(slot), values.index(slot), pages, offsets, begin, first, end, value_offset)
+                copy_stage(
+                    ring, slot, kv_cache, kv_head, offsets, begin, first, end, value_offset, head_stride,
+                    exponent_offset, block_size,
+                )  # fmt: skip
                 sequence, kv_head, tile, seq_len, shared = next_of_range(
                     sequence, kv_head, tile, seq_len, shared, seq_lens, shared_words, j + stages + 1 < count, window,
                     chunk, tile_tokens, num_kv_heads,
@@ -205,12 +220,11 @@ def warp_split_decode(
                 begin = (next_tile + tile) * tile_tokens
                 table = block_table + sequence.to(gl.int64) * table_stride
                 end = seq_len - unread
-                offsets = warp_pages(table, begin, first, end, page_size, block_size, head_size, num_warps)
-                pages = kv_cache + kv_head * head_stride
+                offsets = warp_pages(table, begin, first, end, page_size, block_size, head_size, num_warps, bits)
             async_copy.commit_group()
             slot = gl.where(slot == stages - 1, 0, slot + 1)
 
-        accs.store(gl.permute(acc, (0, 2, 1)))
+        accs.store(by_head(acc))
         maxima.store(warp_max)
         sums.store(gl.reduce(warp_sum, 1, add))
         score = gl.reduce(queries.to(gl.float32) * own_keys.to(gl.float32), 1, add)
@@ -252,8 +266,10 @@ def warp_split_decode(
             if cos_sin is None:
                 has_own &= next_i < stages
             queries, factor, own_keys, own_values = load_item(
-                query, kv_cache, cos_sin, norm_weight, eps, item_sequence, item_head, own_key, has_own, query_stride,
-                exchange, num_kv_heads, group, ROWS, head_size, value_offset, clamp, result_layout, second_factor,
+                query, kv_cache, cos_sin, norm_weight, eps, item_sequence, item_head, own_key,
+                gl.maximum(item_len - 1, 0) % block_size, has_own, query_stride,
+                exchange, num_kv_heads, group, ROWS, head_size, value_offset, exponent_offset, block_size, clamp,
+                result_layout, factor_layout,
             )  # fmt: skip
         i = next_i
     if combines:

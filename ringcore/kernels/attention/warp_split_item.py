@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ringcore.kernels.attention.warp_split_combine import add
+from ringcore.kernels.attention.warp_split_products import power_of_2
 from ringcore.kernels.attention.warp_split_tiles import load_query
 
 __all__ = ["load_item", "rotated"]
@@ -42,16 +43,24 @@ def _clamped(y, clamp: gl.constexpr):
 
 
 @gluon.jit
+def _number(codes, exponent):
+    """codes: uint8, exponent: a byte -> float32, see `fp8_rows`."""
+    return codes.to(gl.float8e4nv, bitcast=True).to(gl.float32) * power_of_2(exponent.to(gl.int32))
+
+
+@gluon.jit
 def load_item(
-    query, kv_cache, cos_sin, norm_weight, eps, sequence, kv_head, own_key, has_own, query_stride, exchange,
+    query, kv_cache, cos_sin, norm_weight, eps, sequence, kv_head, own_key, own_slot, has_own, query_stride, exchange,
     num_kv_heads: gl.constexpr, group: gl.constexpr, rows: gl.constexpr, head_size: gl.constexpr,
-    value_offset: gl.constexpr, clamp: gl.constexpr, layout: gl.constexpr, factor_layout: gl.constexpr,
+    value_offset: gl.constexpr, exponent_offset: gl.constexpr, block_size: gl.constexpr, clamp: gl.constexpr,
+    layout: gl.constexpr, factor_layout: gl.constexpr,
 ):  # fmt: skip
     """-> the work item's queries [rows, head_size], zeros beyond the group, and the same as a factor [1, head_size,
     rows]; the key and the value, [1, head_size], of its sequence's last token, 0 without has_own.
 
     query: of each sequence a row, query_stride apart, of q, or, with cos_sin, [n, head_size] float32, of q, k and v
-    before norm_weight, [2, head_size] or None, and the rotation. own_key: the key's offset in the cache. exchange:
+    before norm_weight, [2, head_size] or None, and the rotation. own_key: the key's offset in the cache, own_slot: its
+    place in its block. exchange:
     shared memory [1, rows, head_size] float32, free. clamp: of keys and values, 0: none.
     """
     dtype: gl.constexpr = query.dtype.element_ty
@@ -66,6 +75,10 @@ def load_item(
         factor = load_query(source, group, rows, head_size, factor_layout)
         key = gl.load(kv_cache + own_key + dim, mask=has_own, other=0.0)
         value = gl.load(kv_cache + own_key + value_offset + dim, mask=has_own, other=0.0)
+        if exponent_offset > 0:
+            byte = own_key + exponent_offset - (kv_head * (2 * block_size) + own_slot) * (head_size - 1)
+            key = _number(key, gl.load(kv_cache + byte))
+            value = _number(value, gl.load(kv_cache + byte + block_size))
     else:
         keys = token + (num_kv_heads * group + kv_head) * head_size
         key = gl.load(keys + dim, mask=has_own, other=0.0)
