@@ -46,30 +46,9 @@ def test_neither_is_imported_and_both_work_afterwards():
     assert found == ["[]", "True", "True", "[2, 0]", "2", "module"]
 
 
-def test_a_package_that_needs_the_compiler_gets_it(tmp_path):
-    """As torchvision does, by a module of it; transformers itself goes on without torchvision."""
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision/__init__.py").write_text("from torch._dynamo.utils import counters\n")
-    found = run(f"""
-        import sys, torch
-        from ringcore.model_executor.models.lean_imports import without_compiler
-
-        sys.path.insert(0, {str(tmp_path)!r})
-        with without_compiler():
-            from transformers import PreTrainedModel
-            print("torchvision" in sys.modules, type(sys.modules["torch._dynamo"]).__name__)
-            import torchvision
-        utils = torch._dynamo.utils
-        print(type(torch._dynamo).__name__, utils is sys.modules["torch._dynamo.utils"], utils.__spec__.has_location)
-        compiled = torch.compile(lambda x: x + 1, backend="eager")
-        print(torchvision.counters is utils.counters, compiled(torch.tensor(1)).item())
-        print([type(finder).__name__ for finder in sys.meta_path if "ringcore" in type(finder).__module__])
-    """)
-    assert found == ["False _StandIn", "module True True", "True 2", "[]"]
-
-
-def test_packages_for_other_than_language_models_are_not_imported(tmp_path):
-    """As where someone trains, scores and sees by the same environment."""
+def test_other_packages_are_not_imported_and_one_that_needs_the_compiler_gets_it(tmp_path):
+    """As where someone trains, scores and sees by the same environment: transformers goes on without them, and
+    torchvision asks for a module of the compiler."""
     packages = ("accelerate", "scipy", "sklearn", "torchaudio", "torchvision")
     for package in packages:
         (tmp_path / package).mkdir()
@@ -78,18 +57,25 @@ def test_packages_for_other_than_language_models_are_not_imported(tmp_path):
         about.mkdir()
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 99.0\n")
         (about / "top_level.txt").write_text(package)
+    (tmp_path / "torchvision/__init__.py").write_text("from torch._dynamo.utils import counters\n")
     found = run(f"""
-        import sys
+        import sys, torch
         from ringcore.model_executor.models.lean_imports import without_compiler
 
         sys.path.insert(0, {str(tmp_path)!r})
         with without_compiler():
             import ringcore.model_executor.models.transformers
-        print([name for name in {packages} if name in sys.modules])
+            print([name for name in {packages} if name in sys.modules], type(sys.modules["torch._dynamo"]).__name__)
+            import torchvision
+        utils = torch._dynamo.utils
+        print(type(torch._dynamo).__name__, utils is sys.modules["torch._dynamo.utils"], utils.__spec__.has_location)
+        compiled = torch.compile(lambda x: x + 1, backend="eager")
+        print(torchvision.counters is utils.counters, compiled(torch.tensor(1)).item())
+        print([type(finder).__name__ for finder in sys.meta_path if "ringcore" in type(finder).__module__])
         from transformers.utils import import_utils
         print([getattr(import_utils, f"is_{{name}}_available")() for name in {packages}])
     """)
-    assert found == ["[]", str([True] * len(packages))]
+    assert found == ["[] _StandIn", "module True True", "True 2", "[]", str([True] * len(packages))]
 
 
 def test_how_long_the_stand_ins_stay():
