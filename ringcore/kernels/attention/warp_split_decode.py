@@ -1,4 +1,4 @@
-"""Split-KV decode attention in which each warp has tokens of its own, for Hopper and 16-bit caches.
+"""Split-KV decode attention in which each warp has tokens of its own, for Hopper and models in 16 bits.
 
 The ranges are those of `decode_scheduler`, and what programs exchange is that of `paged_attention_decode`. What differs
 is for steps whose time is a chain of waits, not the bytes that they read:
@@ -10,9 +10,9 @@ is for steps whose time is a chain of waits, not the bytes that they read:
 * QK norm, rotary embedding and the KV write may be done here: they cost a boundary between kernels less
   (`warp_split_item`).
 
-Products are by `mma` of 16 tokens, or 16 dimensions of the values, by 8 query heads. Triton loads no tile before a wait
-and lays no softmax out by warps, so this is Gluon, which has no interpreter: it is compared with
-`paged_attention_decode_reference` on a GPU alone.
+Products are by `mma` of 16 tokens, or 16 dimensions of the values, by 8 query heads (`warp_split_products`). Triton
+loads no tile before a wait and lays no softmax out by warps, so this is Gluon, which has no interpreter: it is compared
+with `paged_attention_decode_reference` on a GPU alone.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ def load_item(
     rows]; the key and the value, [1, head_size], of its sequence's last token, 0 without has_own.
 
     query: of each sequence a row, query_stride apart, of q, or, with cos_sin, [n, head_size] float32, of q, k and v
-    before norm_weight, [2, head_size] or None, and the rotation. own_key: the key's offset in the cache, own_slot: its
-    place in its block. exchange:
-    shared memory [1, rows, head_size] float32, free. clamp: of keys and values, 0: none.
+    before norm_weight, [2, head_size] or None, and the rotation. own_key: the key's offset in the cache. own_slot: its
+    place in its block. exchange: shared memory [1, rows, head_size] float32, free. clamp: of keys and values, 0: none.
     """
     dtype: gl.constexpr = query.dtype.element_ty
     row = gl.expand_dims(gl.arange(0, rows, gl.SliceLayout(1, layout)), 1)
