@@ -225,7 +225,7 @@ def test_the_queue_is_bounded(folder, make_pool):
 
 @pytest.mark.long_form
 def test_the_queue_is_bounded_in_bytes(folder, make_pool):
-    pool = make_pool(folder)
+    pool = make_pool(folder, tokenizer_timeout_s=WAIT_S / 9)
     answer(pool, LONG)
     stop(pool._long.process.child.pid)
     text = "x" * (MAX_QUEUE_BYTES // 4)
@@ -235,7 +235,7 @@ def test_the_queue_is_bounded_in_bytes(folder, make_pool):
     assert answer(pool, HI).token_ids == [104, 105]
     for future in waiting:
         future.cancel()
-    until(lambda: not pool._long.in_flight and not pool._long.queue)  # the one at work has cost its process
+    until(lambda: not pool._long.in_flight and not pool._long.queue)  # the one at work costs its process at its limit
 
 
 def test_what_nobody_waits_for_is_not_executed(folder, make_pool):
