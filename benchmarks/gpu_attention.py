@@ -13,7 +13,7 @@ from benchmarks.driver import BenchmarkError, Driver
 from benchmarks.gpu import measure_ceilings
 from benchmarks.gpu_ceilings import Ceilings
 from benchmarks.gpu_options import Deadline, add_place_arguments
-from benchmarks.harness import Benchmark, Plan, interleave, note
+from benchmarks.harness import Benchmark, Plan, interleave, note, numbers
 from benchmarks.peers.attention_backends import APART
 from benchmarks.result import FAILED, Check, Findings, Limit, Measurement
 from benchmarks.turns import measurements_from_rows
@@ -22,7 +22,8 @@ from ringcore.config.options import ATTENTION_BACKENDS
 __all__ = ["GpuAttention"]
 
 TIMEOUT_S = 120.0
-HEAD_SIZE, BLOCK_SIZE = 128, 16
+HEAD_SIZE = 128
+BLOCK_SIZE = 16  # rows of it do not say so
 KINDS = ("decode", "prefill")
 KV_DTYPES = ("auto", "fp8")  # of `kv_cache_dtype`
 FP8_NAME = ", KV in FP8"
@@ -47,11 +48,11 @@ class Case:
         shared = f", the first {self.shared:,} shared" if self.shared else ""
         return f"{self.kind}, {self.num_seqs} x {tokens} tokens{shared}, {heads}"
 
-    def shape(self, dtype: str, is_fp8: bool = False) -> dict[str, Any]:
+    def shape(self, dtype: str, is_fp8: bool = False, block_size: int = BLOCK_SIZE) -> dict[str, Any]:
         draw = random.Random(self.num_seqs)
         lens = [draw.randint(self.low, self.high) for _ in range(self.num_seqs)]
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_size": HEAD_SIZE}
-        shape = {"lens": lens, **heads, "block_size": BLOCK_SIZE, "dtype": dtype, "is_fp8": is_fp8}
+        shape = {"lens": lens, **heads, "block_size": block_size, "dtype": dtype, "is_fp8": is_fp8}
         return shape | ({"shared": self.shared} if self.shared else {})
 
 
@@ -88,10 +89,12 @@ class GpuAttention(Benchmark):
         parser.add_argument(
             "--kv-cache-dtypes", default=",".join(KV_DTYPES), help=f"some of {','.join(KV_DTYPES)} (default: both)"
         )
+        parser.add_argument("--block-sizes", default=str(BLOCK_SIZE), help=f"of the KV cache (default: {BLOCK_SIZE})")
         Deadline.add_arguments(parser)
 
     def run(self, plan: Plan) -> Findings:
         options = plan.options
+        block_sizes = numbers("--block-sizes", options.block_sizes)
         kinds, names = options.what.split(","), options.backends.split(",")
         _check_known("--what", kinds, KINDS)
         _check_known("--backends", names, ATTENTION_BACKENDS[1:])
@@ -99,9 +102,10 @@ class GpuAttention(Benchmark):
         ceilings, deadline = measure_ceilings(options.device, options.dtype), Deadline(options.seconds)
         with Driver("attention", (sys.executable, "-m", "benchmarks.peers.attention_backends")) as driver:
             session = _Session(driver, driver.call("load", TIMEOUT_S, device=options.device), names)
-            for case, kv_dtype in itertools.product(CASES, stored):
+            for case, kv_dtype, block_size in itertools.product(CASES, stored, block_sizes):
                 if case.kind in kinds and deadline.allows(case.shown):
-                    session.measure(case, plan.rounds, options.dtype, ceilings, is_fp8=kv_dtype == "fp8")
+                    shape = case.shape(options.dtype, kv_dtype == "fp8", block_size)
+                    session.measure(case, shape, plan.rounds, ceilings)
                     if session.has_measured:
                         plan.keep(session.findings(options.dtype))
         return session.findings(options.dtype)
@@ -122,9 +126,12 @@ class _Session:
         self._measurements: list[Measurement] = []
         self._reasons: dict[str, str] = {}  # check -> why
 
-    def measure(self, case: Case, rounds: int, dtype: str, ceilings: Ceilings, *, is_fp8: bool = False) -> None:
-        shape, shown = case.shape(dtype, is_fp8), case.shown + (FP8_NAME if is_fp8 else "")
-        able = [name for name in self._names_of(case) if self._accepts(name, shape, is_fp8)]
+    def measure(self, case: Case, shape: dict[str, Any], rounds: int, ceilings: Ceilings) -> None:
+        """shape: of the case."""
+        shown = case.shown + (FP8_NAME if shape["is_fp8"] else "")
+        if shape["block_size"] != BLOCK_SIZE:
+            shown += f", blocks of {shape['block_size']}"
+        able = [name for name in self._names_of(case) if self._accepts(name, shape)]
 
         def turn(name: str, round_: int) -> list[Any]:
             if name not in able:
@@ -151,10 +158,10 @@ class _Session:
     def has_measured(self) -> bool:
         return bool(self._measurements)
 
-    def _accepts(self, name: str, shape: dict[str, Any], is_fp8: bool) -> bool:
+    def _accepts(self, name: str, shape: dict[str, Any]) -> bool:
         reason = self._driver.call("refusal", TIMEOUT_S, backend=name, shape=shape)
         if reason is not None:
-            self._reasons[f"{name} refuses{FP8_NAME if is_fp8 else ''}"] = reason
+            self._reasons[f"{name} refuses{FP8_NAME if shape['is_fp8'] else ''}"] = reason
         return reason is None
 
     def findings(self, dtype: str) -> Findings:
@@ -183,8 +190,8 @@ def _limits(kind: str, ceilings: Ceilings) -> dict[str, Limit]:
 
 def _conditions(dtype: str) -> list[str]:
     return [
-        f"One layer in {dtype}, heads of {HEAD_SIZE}, blocks of {BLOCK_SIZE} in random order; random keys, values and "
-        "queries. Each result is compared with attention in float32 before it is timed.",
+        f"One layer in {dtype}, heads of {HEAD_SIZE}, blocks of {BLOCK_SIZE} where not said, in random order; random "
+        "keys, values and queries. Each result is compared with attention in float32 before it is timed.",
         "Decode: one token of each sequence, in a CUDA graph, over caches that together do not fit the L2; what all "
         "layers of a step share is planned before, and the new tokens' keys are in the cache where the backend can "
         "be told so. Prefill: whole prompts that share nothing, their keys written on the way; products of the causal "

@@ -341,8 +341,9 @@ def test_what_is_measured_is_kept_case_by_case(fake: str, monkeypatch: pytest.Mo
     cases = [gpu_attention.Case("decode", 2, 20, 30, 4, 2), gpu_attention.Case("prefill", 2, 20, 20, 4, 2)]
     monkeypatch.setattr(gpu_attention, "CASES", cases)
     options = ("--device=cpu", "--dtype=float32", "--backends=torch_sdpa", "--kv-cache-dtypes=auto")
-    run(GpuAttention, [], *options, keep=keep)
-    assert [len(names) for names in kept] == [1, 2]
+    run(GpuAttention, [], *options, "--block-sizes=16,32", keep=keep)
+    assert [len(names) for names in kept] == [1, 2, 3, 4]
+    assert sum(name.endswith(", blocks of 32") for name in kept[-1]) == 2
 
 
 def test_nothing_measured_is_an_error(fake: str) -> None:
