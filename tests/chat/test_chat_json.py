@@ -35,7 +35,7 @@ def is_json(text):
     return True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(JSON, st.booleans(), st.sampled_from([None, 2]))
 def test_a_value_is_followed_to_its_end(value, ensure_ascii, indent):
     text = "[" + json.dumps(value, ensure_ascii=ensure_ascii, indent=indent) + "]"

@@ -125,7 +125,9 @@ def test_the_largest_codes_do_not_overflow(device, row_group):
     assert error(found, 448 * 3 * 128 * weight.scales.sum(1)[None]) < 1e-3
 
 
-@pytest.mark.parametrize("config", [PackedFmaConfig(4, 128, 1, 3), PackedFmaConfig(4, 256, 2, 3)])
+@pytest.mark.parametrize(
+    "config", [PackedFmaConfig(4, 128, 1, 3), pytest.param(PackedFmaConfig(4, 256, 2, 3), marks=pytest.mark.long_form)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_prepared_in_larger_blocks_than_it_is_multiplied(device, kind, config, monkeypatch):
     weight, expanded = packed(kind, random(40, 640), device, monkeypatch, torch.float16)

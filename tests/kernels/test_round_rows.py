@@ -214,10 +214,10 @@ class Scaled:
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 9])
 @pytest.mark.parametrize("has_gain", [True, False])
 def test_of_many_rows_the_add_is_deferred_to_the_next_norm(device, num_rows, has_gain):
-    weight, expanded = fp8_weight(512, 512, 128, device)
+    weight, expanded = fp8_weight(256, 256, 128, device)
     product = RoundedProduct(weight, None, 128, Scaled(expanded), Derived())
-    x, rows = random(num_rows, 512).to(device), random(num_rows, 512, seed=3).to(device)
-    norm = Norm(random(512, seed=2).to(device), 1e-5) if has_gain else NoGain()
+    x, rows = random(num_rows, 256).to(device), random(num_rows, 256, seed=3).to(device)
+    norm = Norm(random(256, seed=2).to(device), 1e-5) if has_gain else NoGain()
     hidden = Residual(rows.clone())
     product.add_to(hidden, x, NO_TOKEN_CONTEXT)
     assert (hidden.take()[1] is not None) == (num_rows >= Scaled.MIN_ROWS)
