@@ -8,13 +8,14 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from attention_bench import HAS_GPU, Bench, run_case, spec_of
+from attention_bench import HAS_GPU, Bench, layer_of, run_case, spec_of
 from torch.nn.attention import SDPBackend
 
 from ringcore.attention.backends import fused_prompts
 from ringcore.attention.backends import triton as triton_backend
 from ringcore.attention.backends.fused_prompts import Prompts, batches_of_equal_length
 from ringcore.attention.metadata import AttentionMetadata
+from ringcore.kernels.attention.head_rotation import HeadRotation
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -225,5 +226,17 @@ def test_which_steps_rotate_within_attention(monkeypatch, rows, by_warps, one_to
     lens, table = (torch.ones(*shape, dtype=torch.int32, device=device) for shape in ((rows,), (rows, 1)))
     plan = backend.plan_on_device(lens, table, one_token_each=one_token_each)
     assert backend.rotates(plan) == rotates
+    if rotates:
+        given: dict = {}
+        monkeypatch.setattr(backend, "_decode", lambda *step, **options: given.update(options, step=step))
+        qkv = torch.randn(rows, (2 + 2 * 1) * 16, device=device).half()
+        rotation, layer, sinks = HeadRotation(qkv.float(), None, 0.0), layer_of(2, sinks=True), torch.zeros(2)
+        out = backend.forward_unrotated(qkv, rotation, qkv, plan, layer, sinks)
+        query = given["step"][0]
+        assert query.data_ptr() == qkv.data_ptr()
+        assert query.stride() == (64, 16, 1)
+        assert out.shape == query.shape == given["out"].shape == (rows, 2, 16)
+        assert given["rotation"] is rotation
+        assert given["sinks"] is sinks
     starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
     assert not backend.rotates(backend.plan_mixed_on_device(starts, lens, table, lens, rows)), "prompts are beside them"

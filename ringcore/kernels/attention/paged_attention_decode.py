@@ -164,7 +164,7 @@ def _launch_by_warps(
     tiling, group = tile_scheduler.tiling, tile_scheduler.group
     num_seqs, num_heads, head_size = query.shape
     page = PageLayout.of(kv_cache, head_size)
-    combine_rows = ROWS.value if group > ROWS.value // 2 or tiling.num_warps > 4 else ROWS.value // 2
+    combine_rows = ROWS.value if group > ROWS.value // 2 else ROWS.value // 2
     words = combine_rows * head_size // (32 * tiling.num_warps)  # of a thread, in one partial
     kernel = warp_split_decode[(tile_scheduler.num_programs,)](
         query,
@@ -200,6 +200,6 @@ def _launch_by_warps(
         num_warps=tiling.num_warps,
         pdl=True,
         launch_pdl=True,
-        maxnreg=_MAX_REGISTERS if page.exponent_offset else None,  # else it spills some for a third program
+        maxnreg=_MAX_REGISTERS if page.exponent_offset else None,  # without it the assembler takes 168, and spills
     )
     prefer_carveout(kernel, tiling.programs_per_sm, query.device)
