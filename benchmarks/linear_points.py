@@ -109,5 +109,6 @@ def footprint(kernel: Kernel, case: LinearCase, num_sms: int) -> tuple[str, int,
             name, programs = "dot", -(-case.num_outputs // block_outputs) * kernel.splits * row_tiles
         case TmaConfig():
             items = -(-case.num_weights // kernel.block_weights) * kernel.splits
-            name, programs = "tma", min(items, kernel.programs_per_sm * num_sms)
+            resident = kernel.programs_per_sm * num_sms
+            name, programs = "tma", resident if kernel.is_even else min(items, resident)
     return name, programs, -(-programs * kernel.num_warps // (_WARPS_AN_SM * num_sms))

@@ -7,6 +7,7 @@ these use few operations, and where reshaping the weights saves one, the weights
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,6 +19,7 @@ __all__ = [
     "add_partials",
     "apply_rotary",
     "cpu_kernels",
+    "gather_rows",
     "gelu_tanh_and_mul",
     "has_kernels",
     "linear",
@@ -25,6 +27,7 @@ __all__ = [
     "rms_norm_by_gain",
     "rms_norm_floor",
     "rms_norm_gain",
+    "rows_by",
     "silu_and_mul",
 ]
 
@@ -48,6 +51,44 @@ def add_partials(x: torch.Tensor, partials: Partials) -> torch.Tensor:
         kernels.add_partials(x, partials)
         return x
     return x.add_(partials.total())
+
+
+def gather_rows(
+    table: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    first: int | None = None,
+    scale: float | None = None,
+    dtype: torch.dtype | None = None,
+    is_dependent: bool = False,
+) -> torch.Tensor:
+    """Row index[i] - first of table [num_rows, size], times `scale`, as row i of a new tensor [n, size] of dtype; zeros
+    where there is no such row. first: None: 0, and every index [n] int64 has a row. is_dependent: see the kernel."""
+    if has_kernels(table.device):
+        from ringcore.kernels import gather_rows as kernels
+
+        return kernels.gather_rows(table, index, first=first or 0, scale=scale, dtype=dtype, is_dependent=is_dependent)
+    return rows_by(lambda found: F.embedding(found, table), len(table), index, first, scale, dtype)
+
+
+def rows_by(
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    num_rows: int,
+    index: torch.Tensor,
+    first: int | None,
+    scale: float | None,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """As `gather_rows`, of a table of which `gather` returns the rows at indices, as a new tensor."""
+    if first is None:
+        rows = gather(index)
+    else:
+        index = index - first
+        elsewhere = (index < 0) | (index >= num_rows)
+        rows = gather(index.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
+    if scale is not None:
+        rows.mul_(scale)
+    return rows if dtype is None else rows.to(dtype)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

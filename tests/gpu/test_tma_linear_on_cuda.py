@@ -19,6 +19,9 @@ CONFIGS = (
     TmaConfig(64, 64, 5, 4, 2),
     TmaConfig(128, 64, 3, 1, 2),
     TmaConfig(128, 128, 3, 2, 1, 8),
+    TmaConfig(64, 128, 6, is_even=True),
+    TmaConfig(64, 64, 5, 1, 2, is_even=True),
+    TmaConfig(128, 64, 3, 1, 1, is_even=True),
 )
 SHAPES = ((1000, 1024), (24, 1024), (4104, 512))
 
@@ -67,6 +70,7 @@ def test_fp8(weight_group, scale_run, row_group):
     torch.manual_seed(3)
     num_inputs = 1024
     groups = 1 if weight_group is None else num_inputs // weight_group
+    even = TmaConfig(64, 128, 6, is_even=True)
     for num_weights in (512, 1280):
         codes = numbers(num_weights, num_inputs).to(torch.float8_e4m3fn)
         scales = torch.rand(num_weights // scale_run, groups, device=DEVICE) + 0.5
@@ -81,17 +85,20 @@ def test_fp8(weight_group, scale_run, row_group):
             for activation in (None, "silu"):
                 outputs = num_weights // (1 if activation is None else 2)
                 expected = skinny_linear_reference(x, expanded, activation=activation)
-                for config in (TmaConfig(64, 128, 9), TmaConfig(64, 128, 5, 2, 2), TmaConfig(128, 128, 4)):
+                for config in (TmaConfig(64, 128, 9), TmaConfig(64, 128, 5, 2, 2), TmaConfig(128, 128, 4), even):
                     result = skinny_linear(rounded, weight, config, activation=activation)
                     assert result.shape == (num_rows, outputs)
                     assert error(result, expected) < 5e-3, (num_weights, num_rows, activation, config)
 
 
-def test_partials_of_splits_are_deferred():
+@pytest.mark.parametrize("config", [TmaConfig(64, 128, 4, 2), TmaConfig(64, 128, 4, is_even=True)], ids=str)
+@pytest.mark.parametrize("num_inputs", [1024, 3072])
+def test_partials_are_deferred(config, num_inputs):
+    """Of even ranges a tile has more or fewer."""
     torch.manual_seed(1)
-    x, weight, stream = numbers(9, 1024), numbers(520, 1024) / 32, numbers(9, 520).float()
+    x, weight, stream = numbers(9, num_inputs), numbers(2568, num_inputs) / 32, numbers(9, 2568).float()
     deferred: list[Partials] = []
-    result = skinny_linear(x, weight, TmaConfig(64, 128, 4, 2), add_to=stream, defer=deferred.append)
+    result = skinny_linear(x, weight, config, add_to=stream, defer=deferred.append)
     assert result is stream
     (partials,) = deferred
     expected = skinny_linear_reference(x, weight, add_to=stream.clone())

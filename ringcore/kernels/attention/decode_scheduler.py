@@ -41,6 +41,7 @@ from ringcore.kernels.attention.tile_ranges import (
     TILE,
     context_tiles,
 )
+from ringcore.kernels.launch.dependent_launch import gdc_wait, launch_options, supports_pdl
 
 __all__ = ["DecodeTileScheduler", "split_items"]
 
@@ -111,9 +112,12 @@ def _plan_decode(
     skips_empty: tl.constexpr,
     seqs: tl.constexpr,  # num_seqs or more, a power of two
     programs: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """Writes the tile ranges of `programs` programs. Each program sums all lengths itself: no program waits for
     another."""
+    if pdl:
+        gdc_wait()
     seq_len, shared, tiles, splits, by_item, used, base, extra = split_items(
         seq_lens, shared_words, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles,
         whole_tiles, skips_empty, seqs,
@@ -231,10 +235,10 @@ class DecodeTileScheduler:
         comes last, while a stopped row may be anywhere. shared: the words of `SharedPrefixes`, [num_seqs] int32: a
         context begins after the prefix that its group reads; without window and chunk.
 
-        The kernel launches and ends as an ordinary one (no dependent launch), so everything written before it, and its
-        own tile ranges, are visible to every later kernel, dependent launch or not.
+        The kernel waits for all before it at once and does not launch its dependents, so everything written before it,
+        and its own tile ranges, are visible to every later kernel, dependent launch or not.
         """
-        num_seqs = seq_lens.shape[0]
+        num_seqs, pdl = seq_lens.shape[0], supports_pdl(seq_lens.device)
         assert seq_lens.dtype == torch.int32
         assert num_seqs > 0
         assert shared is None or (self.window is None and self.chunk is None and not self.span_slots)
@@ -254,6 +258,8 @@ class DecodeTileScheduler:
             skips_empty=skips_empty,
             seqs=max(256, triton.next_power_of_2(num_seqs)),  # few distinct values: each one is a compilation
             programs=_PROGRAMS_PER_PLANNER,
+            pdl=pdl,
+            **launch_options(pdl),
         )
 
     def _launch_plan(self, grid: tuple[int], *args: object, **constants: object) -> None:

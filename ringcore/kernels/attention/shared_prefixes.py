@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ringcore.kernels.attention.prefix_tiling import MAX_SEQS, SPAN_TILES, PrefixTiling
 from ringcore.kernels.attention.tile_ranges import SPANS_SHIFT, TILES_MASK
+from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 
 __all__ = ["SharedPrefixes", "find_shared_prefixes"]
 
@@ -118,8 +119,12 @@ def _rate_leaders(
     span_tiles: tl.constexpr,
     max_lengths: tl.constexpr,
     seqs: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """savings[i]: granules that a group of which sequence i is one does not read again."""
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     leader = tl.program_id(0)
     common = _common_granules(
         block_table, seq_lens, leader, num_seqs, table_stride, granule_blocks, granule_tokens, min_granules, seqs
@@ -152,9 +157,13 @@ def _make_groups(
     max_groups: tl.constexpr,
     units_block: tl.constexpr,
     seqs: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """The groups. The first saves most of all. Then savings are upper bounds, since some sequences are in a group by
     now, and what a leader still saves is counted anew."""
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     index = tl.arange(0, seqs)
     saving = tl.load(savings + index, mask=index < num_seqs, other=0)
     shared = tl.zeros([seqs], tl.int32)
@@ -225,9 +234,9 @@ class SharedPrefixes:
 def find_shared_prefixes(block_table: torch.Tensor, seq_lens: torch.Tensor, tiling: PrefixTiling) -> SharedPrefixes:
     """block_table: [num_seqs or more, max_blocks] int32; seq_lens: [num_seqs] int32, as `PrefixTiling.choose` got.
 
-    Both are ordinary launches (no dependent launch): see `DecodeTileScheduler.plan`, which is to follow.
+    `DecodeTileScheduler.plan` is to follow, which makes what these kernels write visible to every later one.
     """
-    num_seqs = len(seq_lens)
+    num_seqs, pdl = len(seq_lens), supports_pdl(seq_lens.device)
     assert 0 < num_seqs <= MAX_SEQS
     assert len(block_table) >= num_seqs
     assert {block_table.dtype, seq_lens.dtype} == {torch.int32}
@@ -244,6 +253,8 @@ def find_shared_prefixes(block_table: torch.Tensor, seq_lens: torch.Tensor, tili
         "span_tiles": SPAN_TILES,
         "max_lengths": _MAX_LENGTHS,
         "seqs": max(256, triton.next_power_of_2(num_seqs)),  # few distinct values: each one is a compilation
+        "pdl": pdl,
+        **launch_options(pdl),
     }
     _rate_leaders[(num_seqs,)](block_table, seq_lens, savings, *step, **common)
     _make_groups[(1,)](

@@ -42,6 +42,7 @@ from ringcore.kernels.attention.tile_ranges import (
     TILE,
     context_tiles,
 )
+from ringcore.kernels.launch.dependent_launch import gdc_wait
 
 __all__ = ["SpanTileScheduler", "span_tiling"]
 
@@ -137,9 +138,12 @@ def _plan_spans(
     skips_empty: tl.constexpr,
     seqs: tl.constexpr,  # num_seqs or more, a power of two
     programs: tl.constexpr,
+    pdl: tl.constexpr,
     local_shift: tl.constexpr,
 ):
     """Writes the tile ranges of `programs` programs, as `_plan_decode` does; each ends where the next one begins."""
+    if pdl:
+        gdc_wait()
     seq_len, _, tiles, splits, by_item, _, base, extra = split_items(
         seq_lens, shared_words, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles,
         whole_tiles, skips_empty, seqs,

@@ -14,7 +14,8 @@ A kernel that takes part has a constexpr `pdl`, is launched with `launch_options
 Every kernel that calls gdc_launch_dependents also calls gdc_wait before it ends: so a kernel that waits for the one
 before it has waited for all before that too. A load before the wait must not touch memory that any kernel of a step
 writes, except what was written before an ordinary (non-PDL) kernel of the same step, which starts only when everything
-before it has ended. The tile ranges of the decode kernel are such: the embedding is launched in between. A kernel that
+before it has ended. The inputs and the tile ranges of a decode step are such: the embedding, an ordinary launch
+(`gather_rows`), comes in between. A kernel that
 launches its dependents after its own wait is as good: everything before it has ended when the next one starts, which
 reads that past the L1 cache (`experts_fma`).
 """

@@ -55,6 +55,7 @@ class TmaConfig:
     splits: int = 1
     programs_per_sm: int = 1
     num_warps: int = 4
+    is_even: bool = False  # a program has an equal range of the blocks of all tiles, and no whole tiles or splits
 
 
 Config = FmaConfig | PackedFmaConfig | DotConfig | TmaConfig

@@ -22,27 +22,34 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the latter: Trit
 
 
 @gluon.jit
-def _load_weights(
-    weight, stage, loaded, item, block, is_there,
-    block_weights: gl.constexpr, block_inputs: gl.constexpr,
-    is_gated: gl.constexpr, blocks: gl.constexpr, splits: gl.constexpr,
-):  # fmt: skip
-    first = (item % splits * blocks + block) * block_inputs
-    if is_gated:
-        pairs: gl.constexpr = block_weights // 16
-        rows = stage._reinterpret(weight.dtype, [pairs, 2, 8, block_inputs], weight.layout)
-        tma.async_copy_global_to_shared(weight, [item // splits * pairs, 0, 0, first], loaded, rows, pred=is_there)
-    else:
-        at = item // splits * block_weights
-        tma.async_copy_global_to_shared(weight, [at, first], loaded, stage, pred=is_there)
+def _place(at, begin, blocks: gl.constexpr, splits: gl.constexpr, is_even: gl.constexpr):
+    """-> the tile of a program's block `at`, and its place among all blocks of inputs of the tile."""
+    if is_even:
+        return (begin + at) // blocks, (begin + at) % blocks
+    item = gl.program_id(0) + at // blocks * gl.num_programs(0)
+    return item // splits, item % splits * blocks + at % blocks
 
 
 @gluon.jit
-def _load_rows(
-    x, stage, loaded, item, block, is_there, block_inputs: gl.constexpr, blocks: gl.constexpr, splits: gl.constexpr
-):
-    first = (item % splits * blocks + block) * block_inputs
-    tma.async_copy_global_to_shared(x, [0, first], loaded, stage, pred=is_there)
+def _load_weights(
+    weight, stage, loaded, tile, block, is_there,
+    block_weights: gl.constexpr, block_inputs: gl.constexpr, is_gated: gl.constexpr,
+):  # fmt: skip
+    first = block * block_inputs
+    if is_gated:
+        pairs: gl.constexpr = block_weights // 16
+        rows = stage._reinterpret(weight.dtype, [pairs, 2, 8, block_inputs], weight.layout)
+        tma.async_copy_global_to_shared(weight, [tile * pairs, 0, 0, first], loaded, rows, pred=is_there)
+    else:
+        tma.async_copy_global_to_shared(weight, [tile * block_weights, first], loaded, stage, pred=is_there)
+
+
+@gluon.jit
+def _contributors(tile, num_tiles, blocks: gl.constexpr):
+    """-> which program has the first block of a tile, and how many programs have some, of even ranges."""
+    programs = gl.num_programs(0)
+    first = ((tile * blocks + 1) * programs - 1) // (num_tiles * blocks)
+    return first, ((tile + 1) * blocks * programs - 1) // (num_tiles * blocks) - first + 1
 
 
 @gluon.jit
@@ -107,6 +114,28 @@ def _epilogue(
     gl.store(targets, total.to(out.dtype.element_ty), mask=in_bounds)
 
 
+@gluon.jit
+def _reduce(
+    total, partials, counters, tile, split, count,
+    block_weights: gl.constexpr, block_rows: gl.constexpr, slots: gl.constexpr,
+):  # fmt: skip
+    """-> the sum of a tile's `count` partials, of which `total` is one, and whether this program arrived last and has
+    it."""
+    size: gl.constexpr = block_weights * block_rows
+    down = gl.arange(0, block_weights, gl.SliceLayout(1, total.type.layout))[:, None]
+    across = gl.arange(0, block_rows, gl.SliceLayout(0, total.type.layout))[None, :]
+    of_tile = partials + tile * (slots * size) + down * block_rows + across
+    gl.store(of_tile + split * size, total)
+    _barrier()
+    arrived = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+    if arrived == count - 1:
+        total = gl.load(of_tile, cache_modifier=".cg")
+        for other in gl.static_range(1, slots):
+            total += gl.load(of_tile + other * size, mask=other < count, other=0.0, cache_modifier=".cg")
+        gl.store(counters + tile, 0)
+    return total, arrived == count - 1
+
+
 @gluon.jit(do_not_specialize=["num_rows", "num_outputs", "num_items"])
 def tma_kernel(
     x,  # descriptor of [num_rows, num_inputs], blocks of [block_rows, block_inputs]
@@ -114,7 +143,7 @@ def tma_kernel(
     scales,  # of FP8 those of x, of the weight, and the strides of these; else ()
     bias,  # [num_outputs], or gated; read where has_bias
     out,  # [num_rows, num_outputs]
-    partials,  # [tiles, splits, block_weights, block_rows] float32, of any content; deferred: [splits, *out's shape]
+    partials,  # [tiles, slots, block_weights, block_rows] float32, of any content; deferred: [slots, *out's shape]
     counters,  # [tiles] int32, all 0, and 0 again afterwards
     num_rows,  # int, block_rows at most
     num_outputs,  # int
@@ -123,7 +152,9 @@ def tma_kernel(
     block_rows: gl.constexpr,
     block_inputs: gl.constexpr,  # times splits, it divides num_inputs
     block_weights: gl.constexpr,
-    splits: gl.constexpr,
+    splits: gl.constexpr,  # of is_even 1
+    slots: gl.constexpr,  # partials of a tile: splits; of is_even at most so many
+    is_even: gl.constexpr,
     num_stages: gl.constexpr,
     num_warps: gl.constexpr,
     groups: gl.constexpr,  # of FP8: inputs of a group of x, of one of the weight, how many, outputs that share; else ()
@@ -135,8 +166,9 @@ def tma_kernel(
     pdl: gl.constexpr,
 ):
     """A persistent program takes items (tile, split) at a distance of the number of programs, as one sequence of blocks
-    of inputs that runs through a ring of num_stages. Of the splits of a tile the last to arrive reduces all, always in
-    the same order."""
+    of inputs that runs through a ring of num_stages. is_even: it takes an equal range of the blocks of all tiles
+    instead, which may begin and end within a tile (Stream-K: Osama et al., 2023). Of the programs that have a part of a
+    tile the last to arrive reduces all partials, always in the same order."""
     blocks: gl.constexpr = num_inputs // block_inputs // splits
     number_bytes: gl.constexpr = x.dtype.primitive_bitwidth // 8
     stage_bytes: gl.constexpr = (block_weights + block_rows) * block_inputs * number_bytes
@@ -147,30 +179,35 @@ def tma_kernel(
     loaded = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    total_blocks = (num_items - program + programs - 1) // programs * blocks
+    if is_even:
+        begin = program * (num_items * blocks) // programs
+        total_blocks = (program + 1) * (num_items * blocks) // programs - begin
+    else:
+        begin = 0
+        total_blocks = (num_items - program + programs - 1) // programs * blocks
     if pdl:
         gdc_launch_dependents()
     for i in gl.static_range(num_stages):
         mbarrier.init(loaded.index(i), count=1)
     _barrier()
     for i in gl.static_range(num_stages):
-        item = program + i // blocks * programs
+        tile, block = _place(i, begin, blocks, splits, is_even)
         mbarrier.expect(loaded.index(i), stage_bytes, pred=i < total_blocks)
-        to = weight, weights.index(i), loaded.index(i), item, i % blocks, i < total_blocks
-        _load_weights(*to, block_weights, block_inputs, is_gated, blocks, splits)
+        to = weight, weights.index(i), loaded.index(i), tile, block, i < total_blocks
+        _load_weights(*to, block_weights, block_inputs, is_gated)
     if pdl:
         gdc_wait()
     for i in gl.static_range(num_stages):
-        item = program + i // blocks * programs
-        to_rows = x, rows.index(i), loaded.index(i), item, i % blocks, i < total_blocks
-        _load_rows(*to_rows, block_inputs, blocks, splits)
+        _, block = _place(i, begin, blocks, splits, is_even)
+        to_rows = rows.index(i)
+        tma.async_copy_global_to_shared(x, [0, block * block_inputs], loaded.index(i), to_rows, pred=i < total_blocks)
     total = gl.zeros([block_weights, block_rows], gl.float32, summed)
     for at in range(total_blocks):
         slot = at % num_stages
-        done = program + at // blocks * programs
-        tile, split = done // splits, done % splits
+        tile, block = _place(at, begin, blocks, splits, is_even)
+        is_first = (block % blocks == 0) | (at == 0)
         if len(groups) > 0:  # on their way while the stage is waited for
-            of_block = scales, tile, (split * blocks + at % blocks) * block_inputs, num_rows, num_outputs
+            of_block = scales, tile, block * block_inputs, num_rows, num_outputs
             of_rows, of_outputs = _scales(*of_block, num_inputs, block_weights, block_rows, is_gated, groups, summed)
         mbarrier.wait(loaded.index(slot), at // num_stages & 1)
         columns = rows.index(slot).permute((1, 0))
@@ -178,43 +215,48 @@ def tma_kernel(
             # Hopper's tensor cores sum FP8 in fewer bits: each block in them, blocks in float32.
             products = warpgroup_mma(weights.index(slot), columns, total, use_acc=False, is_async=True)
             products = warpgroup_mma_wait(0, deps=(products,)) * (of_outputs[:, None] * of_rows[None, :])
-            total = gl.where(at % blocks == 0, products, total + products)
+            total = gl.where(is_first, products, total + products)
         else:
-            total = warpgroup_mma(weights.index(slot), columns, total, use_acc=at % blocks != 0, is_async=True)
+            total = warpgroup_mma(weights.index(slot), columns, total, use_acc=is_first == 0, is_async=True)
             total = warpgroup_mma_wait(0, deps=(total,))
         _barrier()  # all warps have read the stage
         ahead = at + num_stages
-        next_item = program + ahead // blocks * programs
-        mbarrier.expect(loaded.index(slot), stage_bytes, pred=ahead < total_blocks)
-        of_next = loaded.index(slot), next_item, ahead % blocks, ahead < total_blocks
-        _load_weights(weight, weights.index(slot), *of_next, block_weights, block_inputs, is_gated, blocks, splits)
-        _load_rows(x, rows.index(slot), *of_next, block_inputs, blocks, splits)
-        if at % blocks == blocks - 1:
-            if splits == 1:
-                _epilogue(
-                    *(total, bias, out, tile, num_rows, num_outputs, block_weights, block_rows),
-                    has_bias, is_gated, is_gelu, adds,
-                )  # fmt: skip
-            elif is_deferred:
+        next_tile, next_block = _place(ahead, begin, blocks, splits, is_even)
+        is_ahead = ahead < total_blocks
+        mbarrier.expect(loaded.index(slot), stage_bytes, pred=is_ahead)
+        of_next = loaded.index(slot), next_tile, next_block, is_ahead
+        _load_weights(weight, weights.index(slot), *of_next, block_weights, block_inputs, is_gated)
+        to_rows = rows.index(slot)
+        tma.async_copy_global_to_shared(x, [0, next_block * block_inputs], loaded.index(slot), to_rows, pred=is_ahead)
+        if (block % blocks == blocks - 1) | (at == total_blocks - 1):
+            if is_even:
+                first_program, count = _contributors(tile, num_items, blocks)
+                split = program - first_program
+            else:
+                split, count = block // blocks, splits
+            if is_deferred:
                 of_split = partials + split.to(gl.int64) * num_rows * num_outputs
                 _epilogue(
                     *(total, bias, of_split, tile, num_rows, num_outputs, block_weights, block_rows),
                     False, False, False, False,
                 )  # fmt: skip
+                if split == count - 1:
+                    nothing = gl.zeros([block_weights, block_rows], gl.float32, summed)
+                    for unused in range(count, slots):
+                        of_slot = partials + unused * num_rows * num_outputs
+                        _epilogue(
+                            *(nothing, bias, of_slot, tile, num_rows, num_outputs, block_weights, block_rows),
+                            False, False, False, False,
+                        )  # fmt: skip
             else:
-                size: gl.constexpr = block_weights * block_rows
-                down = gl.arange(0, block_weights, gl.SliceLayout(1, summed))[:, None]
-                of_tile = partials + tile * (splits * size) + down * block_rows
-                of_tile += gl.arange(0, block_rows, gl.SliceLayout(0, summed))[None, :]
-                gl.store(of_tile + split * size, total)
-                _barrier()
-                arrived = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-                if arrived == splits - 1:
-                    sums = gl.load(of_tile, cache_modifier=".cg")
-                    for other in gl.static_range(1, splits):
-                        sums += gl.load(of_tile + other * size, cache_modifier=".cg")
+                is_complete = count == 1
+                if slots > 1:  # noqa: SIM102, of which the first is a constant
+                    if count > 1:
+                        total, is_complete = _reduce(
+                            total, partials, counters, tile, split, count, block_weights, block_rows, slots
+                        )
+                if is_complete:
                     _epilogue(
-                        *(sums, bias, out, tile, num_rows, num_outputs, block_weights, block_rows),
+                        *(total, bias, out, tile, num_rows, num_outputs, block_weights, block_rows),
                         has_bias, is_gated, is_gelu, adds,
                     )  # fmt: skip
-                    gl.store(counters + tile, 0)

@@ -14,11 +14,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ringcore.kernels.linears.packed_weight import PackedWeight
 from ringcore.kernels.linears.round_rows import RoundedRows
 from ringcore.kernels.linears.skinny_tiles import TmaConfig, padded_rows
+from ringcore.kernels.linears.skinny_times import NUM_SMS
 from ringcore.kernels.linears.tma_configs import has_plain_rows
 from ringcore.kernels.linears.tma_kernels import tma_kernel
 from ringcore.kernels.partials import Partials
 
-__all__ = ["launch_tma_linear"]
+__all__ = ["launch_tma_linear", "most_contributors"]
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
@@ -35,21 +36,19 @@ def launch_tma_linear(
 ) -> None:
     """As `skinny_linear`, whose arguments these are."""
     rows, numbers, scales, groups = _operands(x, weight)
-    (num_rows, num_inputs), num_outputs, splits = rows.shape, out.shape[1], config.splits
+    (num_rows, num_inputs), num_outputs = rows.shape, out.shape[1]
     block_rows = padded_rows(num_rows)
-    num_items = triton.cdiv(len(weight), config.block_weights) * splits
-    is_deferred = splits > 1 and defer is not None and options["adds"] and not options["has_bias"]
+    num_tiles = triton.cdiv(len(weight), config.block_weights)
+    num_programs, slots = _grid(config, num_tiles, num_inputs, rows.device)
+    is_deferred = slots > 1 and defer is not None and options["adds"] and not options["has_bias"]
     partials = out
-    if is_deferred:
-        partials = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=rows.device)
-    elif splits > 1:
-        size = num_items * config.block_weights * block_rows
-        partials = torch.empty(size, dtype=torch.float32, device=rows.device)
-        if counters is None:
-            counters = torch.zeros(num_items // splits, dtype=torch.int32, device=rows.device)
-    sms = torch.cuda.get_device_properties(rows.device).multi_processor_count if rows.is_cuda else num_items
+    if slots > 1:
+        of_tiles = num_tiles, slots, config.block_weights, block_rows
+        shape = (slots, num_rows, num_outputs) if is_deferred else of_tiles
+        partials = torch.empty(shape, dtype=torch.float32, device=rows.device)
+        counters = torch.zeros(num_tiles, dtype=torch.int32, device=rows.device) if counters is None else counters
     describe = _gated_descriptor if options["is_gated"] else _descriptor
-    tma_kernel[(min(num_items, config.programs_per_sm * sms),)](
+    tma_kernel[(num_programs,)](
         x=_descriptor(rows, block_rows, config.block_inputs),
         weight=describe(numbers, config.block_weights, config.block_inputs),
         scales=scales,
@@ -59,12 +58,14 @@ def launch_tma_linear(
         counters=out if counters is None else counters,
         num_rows=num_rows,
         num_outputs=num_outputs,
-        num_items=num_items,
+        num_items=num_tiles * config.splits,
         num_inputs=num_inputs,
         block_rows=block_rows,
         block_inputs=config.block_inputs,
         block_weights=config.block_weights,
-        splits=splits,
+        splits=config.splits,
+        slots=slots,
+        is_even=config.is_even,
         num_stages=config.num_stages,
         groups=groups,
         is_deferred=is_deferred,
@@ -73,6 +74,28 @@ def launch_tma_linear(
     )
     if is_deferred and defer is not None:
         defer(Partials(partials))
+
+
+def _grid(config: TmaConfig, num_tiles: int, num_inputs: int, device: torch.device) -> tuple[int, int]:
+    """How many programs, and partials of a tile at most."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
+    resident = config.programs_per_sm * sms
+    if not config.is_even:
+        return min(num_tiles * config.splits, resident), config.splits
+    assert config.splits == 1, config
+    blocks = num_inputs // config.block_inputs
+    num_programs = min(num_tiles * blocks, resident)
+    return num_programs, most_contributors(num_tiles, blocks, num_programs)
+
+
+@functools.cache
+def most_contributors(num_tiles: int, blocks: int, num_programs: int) -> int:
+    """Of even ranges of the blocks of num_tiles tiles: at most so many programs have some of one."""
+
+    def owner(block: int) -> int:
+        return ((block + 1) * num_programs - 1) // (num_tiles * blocks)
+
+    return max(owner((tile + 1) * blocks - 1) - owner(tile * blocks) + 1 for tile in range(num_tiles))
 
 
 def _operands(

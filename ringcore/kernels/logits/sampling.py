@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.logits.row_records import load_float32, load_int64, word_of
 from ringcore.kernels.logits.sampling_draw import Row, draw_member, exp_of, exponentials, read_logits, scaled
 from ringcore.kernels.logits.sampling_filters import Filters, Groups, filter_threshold, first_bound, listed_weights
@@ -51,7 +52,11 @@ def _group_kernel(
     tile_groups: tl.constexpr,
     num_words: tl.constexpr,  # of a row's parameters, and where they are:
     temperature_at: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
     groups = tl.program_id(0) % num_tiles * tile_groups + tl.arange(0, tile_groups)
     columns = groups[:, None] * group + tl.arange(0, group)[None, :]
@@ -136,7 +141,11 @@ def _row_kernel(
     top_p_at: tl.constexpr,
     min_p_at: tl.constexpr,
     seed_at: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, group_block)
     mask = slots < num_groups
@@ -255,15 +264,18 @@ def sample_tokens(
         workspace.sums,
         workspace.best_ids,
     )
+    pdl = supports_pdl(logits.device)
     _group_kernel[(n * num_tiles,)](
         logits, logits.stride(0), inputs.parameters, *shared, vocab_size, num_groups, num_tiles,
-        group=group, tile_groups=tile_groups, **_words(inputs, "temperature"), num_warps=4,
+        group=group, tile_groups=tile_groups, **_words(inputs, "temperature"), pdl=pdl, num_warps=4,
+        **launch_options(pdl),
     )  # fmt: skip
     _row_kernel[(n,)](
         logits, logits.stride(0), inputs.parameters, inputs.position, *shared, workspace.group_ids,
         workspace.candidates, token_ids, ok, vocab_size, num_groups,
         group=group, group_block=group_block, filter_groups=min(group_block, max(1, _FILTER_TILE // group)),
-        capacity=_CANDIDATES, **_words(inputs, "temperature", "top_k", "top_p", "min_p", "seed"), num_warps=8,
+        capacity=_CANDIDATES, **_words(inputs, "temperature", "top_k", "top_p", "min_p", "seed"), pdl=pdl, num_warps=8,
+        **launch_options(pdl),
     )  # fmt: skip
     return token_ids, ok
 

@@ -148,8 +148,9 @@ def near(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> li
             vary("block_rows", _around(kernel.block_rows, 16, 128))
         case TmaConfig():
             vary("num_stages", (n for n in (kernel.num_stages - 1, kernel.num_stages - 2) if n > 2))
-            vary("splits", _around(kernel.splits, 1, 8))
+            vary("splits", [] if kernel.is_even else _around(kernel.splits, 1, 8))
             found += _rings(kernel, linear, numbers)
+            found.append(replace(kernel, splits=1, is_even=not kernel.is_even))
     return [one for one in found if can_run(one, linear, numbers)]
 
 
@@ -159,7 +160,11 @@ def _rings(kernel: TmaConfig, linear: Linear, numbers: Numbers) -> Iterator[TmaC
     by_distance = sorted(range(1, MAX_PROGRAMS + 1), key=lambda n: abs(n - kernel.programs_per_sm + 0.5))
     for programs, block_weights, block_inputs in itertools.product(by_distance, (64, 128), (128, 64)):
         if triton.cdiv(weights, block_weights) * kernel.splits > (programs - 1) * NUM_SMS:
-            tile = {"block_weights": block_weights, "block_inputs": block_inputs, "programs_per_sm": programs}
+            tile: dict[str, Any] = {
+                "block_weights": block_weights,
+                "block_inputs": block_inputs,
+                "programs_per_sm": programs,
+            }
             found = with_deepest_ring(replace(kernel, **tile), linear.num_rows, int(numbers.bytes))
             if found not in (None, kernel):
                 yield found

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
 from ringcore.kernels.steps.step_end import end_step
 from ringcore.kernels.steps.step_state import (
     BAD_HIDDEN,
@@ -91,8 +92,12 @@ def _prepare_decode(
     block_size: tl.constexpr,
     table_block: tl.constexpr,
     is_first: tl.constexpr,  # this launch also writes what all KV cache groups share
+    pdl: tl.constexpr,
 ):
     """One program per place."""
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0)
     place = tl.load(state + batch_at + i)
     offset = tl.maximum(place, 0) >> OFFSET_SHIFT
@@ -141,6 +146,7 @@ def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInput
     assert num_seqs <= len(inputs.input_ids)
     to = inputs.sampling
     num_words = to.parameters.shape[1]
+    pdl = supports_pdl(state.device)
     for group, (slots, table) in enumerate(zip(inputs.slots, inputs.block_tables, strict=True)):
         _prepare_decode[(num_seqs,)](
             state,
@@ -167,7 +173,9 @@ def prepare_decode(state: torch.Tensor, layout: StateLayout, inputs: DecodeInput
             block_size=layout.block_sizes[group],
             table_block=_TABLE_BLOCK,
             is_first=group == 0,
+            pdl=pdl,
             num_warps=1,
+            **launch_options(pdl),
         )
 
 
@@ -217,8 +225,12 @@ def _finish_rows(
     is_decode: tl.constexpr,  # each row has one token and samples: `counts`, `samples` and `finite` are not read
     finite_block: tl.constexpr,  # tokens whose `finite` is read per iteration
     is_compiled: tl.constexpr,  # False in the interpreter, which has no fences
+    pdl: tl.constexpr,
 ):
     """One program per row; the last one to arrive publishes the step to the host."""
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0)
     step = tl.load(state + STEP_COUNT)
     row = tl.load(rows + i)
@@ -274,9 +286,10 @@ def finish_rows(
     assert ring.shape[0] & (ring.shape[0] - 1) == 0, ring.shape
     assert ring.shape[1] >= RING_HEAD + num_rows, (ring.shape, num_rows)
     columns = (rows, rows, rows, rows) if ragged is None else ragged
+    pdl = supports_pdl(state.device)
     _finish_rows[(num_rows,)](
         state, rows, token_ids, ok, *columns, ring, records_at=layout.records_at, record_words=layout.record_words,
         stops_at=layout.stops_at, stops=triton.next_power_of_2(max(1, layout.max_stops)), ring_slots=ring.shape[0],
         ring_stride=ring.stride(0), is_decode=ragged is None, finite_block=_FINITE_BLOCK, is_compiled=state.is_cuda,
-        num_warps=1,
+        pdl=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip

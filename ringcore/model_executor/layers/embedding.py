@@ -7,11 +7,11 @@ Padding rows are zero, no id refers to them, and their logits are cut off.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.matrix_tensors import DENSE
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.dense import Dense, all_dense
 from ringcore.model_executor.linear_schemes.fused import FusedMatrices
 from ringcore.model_executor.linear_schemes.gguf_scheme import GgufScheme, RowsOfBlocks, rows_of_blocks
@@ -72,20 +72,24 @@ class VocabParallelEmbedding(WeightedLayer):
         if self._blocks is not None:
             self._table_in_blocks = rows_of_blocks(self.table, self._blocks)
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids: [n] int64, in the vocabulary -> a new tensor [n, hidden_size], equal on every rank."""
+    def __call__(
+        self, input_ids: torch.Tensor, dtype: torch.dtype | None = None, scale: float | None = None
+    ) -> torch.Tensor:
+        """input_ids: [n] int64, in the vocabulary -> a new tensor [n, hidden_size] of dtype (None: the layer's), equal
+        on every rank: the rows times `scale`, in the layer's dtype."""
         if self._tp.size == 1:
-            return self._rows(input_ids)
+            return self._rows(input_ids, None, scale, dtype)
         # Each id belongs to one rank; the other ranks add zeros.
-        rows = input_ids - self._tp.rank * len(self.table)
-        elsewhere = (rows < 0) | (rows >= len(self.table))
-        hidden = self._rows(rows.masked_fill_(elsewhere, 0))
-        return self._tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        rows = self._tp.all_reduce(self._rows(input_ids, self._tp.rank * len(self.table), scale, None))
+        return rows if dtype is None else rows.to(dtype)
 
-    def _rows(self, index: torch.Tensor) -> torch.Tensor:
+    def _rows(
+        self, index: torch.Tensor, first: int | None, scale: float | None, dtype: torch.dtype | None
+    ) -> torch.Tensor:
         if self._table_in_blocks is None:
-            return F.embedding(index, self.table)
-        return self._table_in_blocks.rows(index).to(self._dtype)
+            return ops.gather_rows(self.table, index, first=first, scale=scale, dtype=dtype)
+        rows, blocks = len(self.table), self._table_in_blocks
+        return ops.rows_by(lambda found: blocks.rows(found).to(self._dtype), rows, index, first, scale, dtype)
 
 
 class ParallelLMHead(WeightedLayer):

@@ -193,7 +193,7 @@ class RotaryTable:
         """table: [positions, head_dim / 2] complex64, on the CPU."""
         if ops.has_kernels(device):
             cos_sin = torch.view_as_real(table).flatten(1).to(device)
-            self._at = lambda positions: KernelRotation(cos_sin.index_select(0, positions))
+            self._at = lambda positions: KernelRotation(ops.gather_rows(cos_sin, positions, is_dependent=True))
         else:
             by_head = table.unsqueeze(1).to(device)
             kernels = ops.cpu_kernels(device)

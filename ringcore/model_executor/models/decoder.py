@@ -144,8 +144,7 @@ class DenseDecoder(CausalLM):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [n] int64 -> a new tensor [n, hidden_size], the input of the first layer."""
-        embedded = self.embed_tokens(input_ids)
-        return embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
+        return self.embed_tokens(input_ids, scale=self._embedding_scale)
 
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """-> hidden states [num_tokens, hidden_size], normalised; see `CausalLM`."""
@@ -153,7 +152,10 @@ class DenseDecoder(CausalLM):
         # The residual stream is float32 whatever the dtype: each layer adds to it twice, and 16 bits would round it
         # each time. In a simulation of every rounding, SmolLM2's log-probabilities in bfloat16 are 0.0165 off in the
         # mean with a stream of bfloat16, and 0.0082 with this one.
-        hidden = self.embed(inputs).float() if self.stage.is_first else inputs.clone()
+        if self.stage.is_first:
+            hidden = self.embed_tokens(inputs, torch.float32, self._embedding_scale)
+        else:
+            hidden = inputs.clone()
         return self._recorded(hidden, layer_inputs) if self.draft_head is None else self._tapped(hidden, layer_inputs)
 
     def _run_layers(self, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:

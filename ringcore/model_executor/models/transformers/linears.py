@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.dense import dense_product
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.searched_scheme import SearchedTiles, searched
@@ -87,10 +88,8 @@ class ParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [...] int64 -> [..., hidden_size]. Each id belongs to one rank; the others add zeros."""
-        rows = input_ids - self.tp.rank * len(self.weight)
-        elsewhere = (rows < 0) | (rows >= len(self.weight))
-        hidden = nn.functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.tp.all_reduce(hidden.masked_fill(elsewhere.unsqueeze(-1), 0))
+        rows = ops.gather_rows(self.weight, input_ids.flatten(), first=self.tp.rank * len(self.weight))
+        return self.tp.all_reduce(rows.view(*input_ids.shape, -1))
 
 
 def take_part(model: PreTrainedModel, tp: TensorParallel) -> None:
