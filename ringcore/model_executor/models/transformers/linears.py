@@ -75,7 +75,7 @@ class ParallelLinear(nn.Module):
 
 
 class ParallelEmbedding(nn.Module):
-    """An embedding split by its vocabulary: an equal, contiguous range of the ids on each rank."""
+    """An embedding of one rank, or split by its vocabulary: an equal, contiguous range of the ids on each rank."""
 
     dim = 0
 
@@ -88,7 +88,8 @@ class ParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [...] int64 -> [..., hidden_size]. Each id belongs to one rank; the others add zeros."""
-        rows = ops.gather_rows(self.weight, input_ids.flatten(), first=self.tp.rank * len(self.weight))
+        first = None if self.tp.size == 1 else self.tp.rank * len(self.weight)
+        rows = ops.gather_rows(self.weight, input_ids.flatten(), first=first)
         return self.tp.all_reduce(rows.view(*input_ids.shape, -1))
 
 
@@ -100,8 +101,11 @@ def take_part(model: PreTrainedModel, tp: TensorParallel) -> None:
 
 
 def use_products(model: PreTrainedModel, names: Collection[str], tp: TensorParallel) -> None:
-    """Puts ours in the place of the linears of these names, and of the head, that are not split."""
-    head = model.get_output_embeddings()
+    """Puts ours in the place of the linears of these names and of the head, that are not split, and of one rank's plain
+    embedding of tokens."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and (name in names or module is head):
             model.set_submodule(name, ParallelLinear(module, tp))
+        elif tp.size == 1 and module is embedding and type(module) is nn.Embedding:
+            model.set_submodule(name, ParallelEmbedding(module, tp))
