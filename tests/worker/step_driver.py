@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
+import torch
 
 from ringcore.config import EngineConfig
 from ringcore.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
@@ -130,6 +133,19 @@ def decode(worker: Worker, rows: Sequence[int], count: int) -> dict[int, list[in
         for row, token in sampled(run(worker, dict.fromkeys(rows, 1))).items():
             written[row].append(token)
     return written
+
+
+def break_embedding(monkeypatch: pytest.MonkeyPatch, worker: Worker, token: int) -> None:
+    """The embedding of `token` is NaN from now on."""
+    model: Any = worker._runner.paged.model  # type: ignore[union-attr]
+    embed = model.embed_tokens
+
+    def with_a_hole(input_ids: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+        hidden: torch.Tensor = embed(input_ids, *options, **named)
+        hidden[input_ids == token] = math.nan
+        return hidden
+
+    monkeypatch.setattr(model, "embed_tokens", with_a_hole)
 
 
 def engine_call(worker: Worker, method: str, args: Sequence[Any] = ()) -> Any:

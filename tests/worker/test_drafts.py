@@ -15,7 +15,7 @@ from adjusted_requests import EOS, PROCESSORS, VOCAB_SIZE, Asked, expected, some
 from device_runner import rows_on_device
 from drafted_rows import MAX_TOKENS, SPECULATIVE, guess, write
 from scripted_drafts import ScriptedDrafts
-from step_driver import admit, make_config, make_step, start
+from step_driver import admit, break_embedding, make_config, make_step, start
 
 from ringcore.errors import ConfigError
 from ringcore.params.sampling_params import SamplingParams
@@ -83,10 +83,7 @@ def test_right_drafts_are_all_accepted_and_wrong_ones_none(
 
 def test_a_draft_that_is_not_finite_ends_its_row_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding of token 96 is NaN; the row's keys and values are zeroed, those of drafts too."""
-    model: Any = worker._runner.paged.model  # type: ignore[union-attr]
-    embed = model.embed_tokens
-    broken = lambda ids: torch.where((ids == 96)[:, None], torch.nan, embed(ids))  # noqa: E731
-    monkeypatch.setattr(model, "embed_tokens", broken)
+    break_embedding(monkeypatch, worker, 96)
     script = staticmethod(lambda known, most: [96] * most if known[0] == 5 else [])
     monkeypatch.setattr(ScriptedDrafts, "script", script)
     new = [admit(0, [5, 9, 30], range(1, 5)), admit(1, [7, 8, 9, 10, 11], range(5, 9))]

@@ -6,7 +6,6 @@ position 15 sees 10 to 15 in the first group, and the row's blocks 0 and 1 are o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from fake_virtual_memory import FakeVirtualMemory, view
-from step_driver import admit, decode, make_config, plan, run, sampled
+from step_driver import admit, break_embedding, decode, make_config, plan, run, sampled
 
 from ringcore.errors import CapacityError
 from ringcore.kv_cache.planner import plan_kv_cache
@@ -205,15 +204,7 @@ def test_several_steps_in_one_message(worker: Worker, mixed_reference: Reference
 
 
 def test_what_is_not_finite_is_erased_in_every_group(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worker._runner is not None
-    embed = worker._runner.paged.model.embed_tokens  # type: ignore[attr-defined]
-
-    def with_a_hole(input_ids: torch.Tensor) -> torch.Tensor:
-        hidden = embed(input_ids)
-        hidden[input_ids == 96] = math.nan
-        return hidden
-
-    monkeypatch.setattr(worker._runner.paged.model, "embed_tokens", with_a_hole)
+    break_embedding(monkeypatch, worker, 96)
     output = run(worker, {0: 9}, new=[admit(0, [96] * 10, [1, 2, 3], [4, 5, 6])])
     assert [error.row for error in output.row_errors] == [0]
     assert all(torch.isfinite(cache).all() for cache in kv_caches(worker))

@@ -3,14 +3,13 @@ row."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from device_runner import rows_on_device
-from step_driver import admit, decode, make_config, make_step, run, sampled, start
+from step_driver import admit, break_embedding, decode, make_config, make_step, run, sampled, start
 
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.worker.worker import Worker
@@ -27,15 +26,7 @@ def worker(tiny_llama: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     """The embedding of a token is NaN."""
     rows_on_device(monkeypatch, plans_on_device=True)
     worker = start(Worker(make_config(tiny_llama[0]), 0, None))
-    model: Any = worker._runner.paged.model  # type: ignore[union-attr]
-    embed_tokens = model.embed_tokens
-
-    def embed(input_ids: torch.Tensor) -> torch.Tensor:
-        hidden = embed_tokens(input_ids)
-        hidden[input_ids == POISON] = math.nan
-        return hidden
-
-    monkeypatch.setattr(model, "embed_tokens", embed)
+    break_embedding(monkeypatch, worker, POISON)
     yield worker
     worker.shutdown()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from device_runner import rows_on_device
-from step_driver import GREEDY, admit, decode, execute, make_config, make_step, run, sampled, start
+from step_driver import GREEDY, admit, break_embedding, decode, execute, make_config, make_step, run, sampled, start
 
 from ringcore.params.sampling_params import SamplingParams
 from ringcore.protocol.codec import int_array
@@ -264,15 +263,7 @@ def again(number: int) -> SchedulerOutput:
 def poisoned(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> int:
     """A token whose embedding is NaN."""
     token = 96
-    assert worker._runner is not None
-    forward = worker._runner.paged.model.embed_tokens  # type: ignore[attr-defined]
-
-    def embed(input_ids: torch.Tensor) -> torch.Tensor:
-        hidden = forward(input_ids)
-        hidden[input_ids == token] = math.nan
-        return hidden
-
-    monkeypatch.setattr(worker._runner.paged.model, "embed_tokens", embed)
+    break_embedding(monkeypatch, worker, token)
     return token
 
 
@@ -302,16 +293,9 @@ def test_a_row_that_breaks_amid_several_steps_is_told_once(
     written = reference(LONG, 5)
     assert fatal not in written
     assert worker._runner is not None
-    embed = worker._runner.paged.model.embed_tokens  # type: ignore[attr-defined]
-
-    def with_a_hole(input_ids: torch.Tensor) -> torch.Tensor:
-        hidden = embed(input_ids)
-        hidden[input_ids == fatal] = math.nan
-        return hidden
-
     new = [admit(0, SHORT, [1, 2, 3]), admit(1, LONG, range(4, 10))]
     first = sampled(run(worker, {0: 3, 1: 15}, new=new))
-    monkeypatch.setattr(worker._runner.paged.model, "embed_tokens", with_a_hole)
+    break_embedding(monkeypatch, worker, fatal)
     output = run(worker, {0: 1, 1: 1}, num_steps=4)
     assert [error.row for error in output.row_errors] == [0]
     assert output.rows is not None
