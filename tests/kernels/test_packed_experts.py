@@ -91,11 +91,10 @@ def test_one_token_in_every_form(device, monkeypatch, name, form):
 @pytest.mark.parametrize("max_block", [128, 2048])
 @pytest.mark.parametrize(("hidden", "size"), [(256, 128), (384, 256)])
 @pytest.mark.parametrize("name", ROUNDED)
-def test_one_token_rounded_to_fp8(device, monkeypatch, name, hidden, size, max_block):
+@pytest.mark.parametrize("k", [1, 3])
+def test_one_token_rounded_to_fp8(device, monkeypatch, name, hidden, size, max_block, k):
     monkeypatch.setattr(packed_experts_fma, "_MAX_BLOCK", max_block)
-    case = PackedCase(device, *ROUNDED[name], hidden, size)
-    for k in (1, 3):
-        check_one(case, 0.01, k=k)
+    check_one(PackedCase(device, *ROUNDED[name], hidden, size), 0.01, k=k)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4", "blocks", "channels"])
