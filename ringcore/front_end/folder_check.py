@@ -16,7 +16,6 @@ from pathlib import Path
 
 from ringcore.checkpoint import ModelFiles, TensorIndex, TransformersSpec
 from ringcore.checkpoint.gguf_header import read_gguf_header
-from ringcore.checkpoint.mtp_head import MtpHeadSpec
 from ringcore.config.options import ModelConfig
 from ringcore.errors import RingcoreError
 from ringcore.executor.job_process import JobProcess
@@ -31,7 +30,8 @@ _TIMEOUT_S = 600.0  # imports from a slow disk; longer means that it hangs
 @contextmanager
 def folder_check(model: ModelConfig, cache: str) -> Iterator[None]:
     """Runs beside the block, and is waited for at its end. Raises `ModelLoadError` for a tensor that is missing, of
-    another shape or without a place; does nothing for a model with a class here, or with dummy weights.
+    another shape or without a place, and where the head that is to draft cannot; does nothing for a model with a class
+    here, or with dummy weights.
 
     cache: a folder of this check alone, which need not exist.
     """
@@ -39,8 +39,7 @@ def folder_check(model: ModelConfig, cache: str) -> Iterator[None]:
     if not isinstance(spec, TransformersSpec) or model.files.kind == "dummy":
         yield
         return
-    head = model.draft_head if isinstance(model.draft_head, MtpHeadSpec) else None
-    start = FolderCheckStart(spec, model.files, head)
+    start = FolderCheckStart(spec, model.files, model.draft_head)
     passed = Path(cache, _key(start))
     if passed.exists():
         yield

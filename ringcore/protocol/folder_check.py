@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ringcore.checkpoint import ModelFiles, TransformersSpec
-from ringcore.checkpoint.mtp_head import MtpHeadSpec
+from ringcore.checkpoint.mtp_head import AnyHeadSpec
 
 __all__ = ["CHANNEL", "ENTRY", "FolderCheckStart"]
 
@@ -14,8 +14,8 @@ CHANNEL = "channel"  # of `protocol.job_channel`: its only message is the error,
 
 
 class FolderCheckStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The payload. head: a layer of multi-token prediction of the same files."""
+    """The payload. head: that drafts for the model; a layer of multi-token prediction is in the same files."""
 
     spec: TransformersSpec
     files: ModelFiles
-    head: MtpHeadSpec | None = None
+    head: AnyHeadSpec | None = None

@@ -99,7 +99,11 @@ def test_embeddings_that_are_scaled_by_their_module_are_refused(tmp_path: Path) 
     folder = tmp_path / "gemma"
     Gemma2ForCausalLM(Gemma2Config(**sizes, num_hidden_layers=NUM_LAYERS)).float().save_pretrained(folder)
     head = write_head(tmp_path / "head")
-    worker = Worker(make_config(str(folder), speculative={"method": "eagle3", "model": head}), 0, None)
+    config = make_config(str(folder), speculative={"method": "eagle3", "model": head})
+    check_folder(FolderCheckStart(config.model.spec, config.model.files))
+    with pytest.raises(ModelLoadError, match="its embeddings are more than rows of a table"):
+        check_folder(FolderCheckStart(config.model.spec, config.model.files, config.model.draft_head))
+    worker = Worker(config, 0, None)
     worker.init_device()
     with pytest.raises(ModelLoadError, match="its embeddings are more than rows of a table"):
         worker.load_model()

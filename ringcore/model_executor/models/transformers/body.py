@@ -89,6 +89,11 @@ class Body:
         self.has_plain_table = type(model.get_input_embeddings()) is nn.Embedding
         self.module: PreTrainedModel = model.get_submodule(self.path)
 
+    def check_table(self) -> None:
+        """Raises `Refused` for a model whose embeddings heads that draft are not trained for."""
+        if not self.has_plain_table:
+            raise Refused("its embeddings are more than rows of a table, and heads are not trained for that")
+
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, ringcore: object) -> torch.Tensor:
         """input_ids and positions: [num_tokens] -> hidden states [num_tokens, hidden_size]. ringcore: for the attention
         calls, to which the model hands it down."""

@@ -31,14 +31,18 @@ __all__ = ["check_folder", "main"]
 
 
 def check_folder(start: FolderCheckStart) -> None:
-    """Raises `ModelLoadError` for a tensor that is missing, of another shape, or without a place in the model."""
+    """Raises `ModelLoadError` for a tensor that is missing, of another shape, or without a place in the model, and for
+    a model that no head can draft for, where one is to."""
     spec, files = start.spec, start.files
     with refusals_of(spec), torch.no_grad():
         model = on_meta(spec, torch.float32)
-        left_out = keep_text(Body(model), spec.max_position_embeddings)
+        body = Body(model)
+        if start.head is not None:
+            body.check_table()
+        left_out = keep_text(body, spec.max_position_embeddings)
         layouts = read_layouts(model, dense_names(TensorIndex(spec.weight_files), spec.quantization))
         Experts(model, spec.quantization).store(layouts)
-        of_head = {} if start.head is None else dict(_tensors_of(start.head))
+        of_head = dict(_tensors_of(start.head)) if isinstance(start.head, MtpHeadSpec) else {}
     expected = quantized_shapes(model, layouts, spec.quantization) | of_head
     with open_source(files, 0, expected) as source:
         assert source.shapes is not None, files

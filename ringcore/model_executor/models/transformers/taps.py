@@ -21,8 +21,7 @@ __all__ = ["tap_layers"]
 def tap_layers(body: Body, layers: Sequence[str], num_layers: int, head: DraftHead) -> None:
     """layers: their names in the body, which has our layers. Raises `Refused` where they are not all known, and for a
     model whose embeddings heads are not trained for."""
-    if not body.has_plain_table:
-        raise Refused("its embeddings are more than rows of a table, and heads are not trained for that")
+    body.check_table()
     if len(layers) != num_layers:
         reason = f"{num_layers - len(layers)} of its layers are in no list of layers, whose hidden states are read"
         raise Refused(f"{reason} for a head that drafts")
