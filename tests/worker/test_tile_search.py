@@ -402,6 +402,20 @@ def test_neighbours_of_a_tile_by_tma(number_bytes: int) -> None:
         assert number_bytes == 2 or one.block_inputs == chosen.block_inputs
 
 
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "is_gated"), [(2560, 9728, False), (2560, 4096, False), (12288, 4096, True)]
+)
+def test_even_ranges_and_splits_are_both_tried(num_outputs: int, num_inputs: int, is_gated: bool) -> None:
+    chosen = tma_config(num_outputs, num_inputs, 8, is_gated=is_gated)
+    assert chosen is not None
+    linear = tile_search._Linear(num_outputs, num_inputs, is_gated, 8)
+    found = candidates(linear, "dense", DENSE_NUMBERS, chosen, 12)
+    by_tma = [one for one in found if isinstance(one, TmaConfig)]
+    assert {one.is_even for one in by_tma} == {True, False}
+    assert all(one.splits == 1 for one in by_tma if one.is_even)
+    assert any(one.splits > 1 for one in by_tma if not one.is_even)
+
+
 @pytest.mark.parametrize(("num_rows", "best"), [(8, (128, 128, 3)), (32, (128, 64, 5))])
 def test_wide_tiles_by_tma_are_tried(num_rows: int, best: tuple[int, int, int]) -> None:
     """Those with which gate and up of Qwen3-4B, of 304 tiles by the rule, are 3% faster on an H200."""

@@ -119,7 +119,8 @@ def first_kernels(linear: Linear, chosen: Kernel) -> list[Kernel]:
 
 
 def near(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> list[Kernel]:
-    """Those that differ in one number, by a factor of 2; by TMA those of other tiles and numbers of programs too."""
+    """Those that differ in one number, by a factor of 2; by TMA even ranges or splits too, and other tiles and numbers
+    of programs."""
     found: list[Kernel] = []
 
     def vary(name: str, numbers: Iterable[int]) -> None:
@@ -148,9 +149,12 @@ def near(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) -> li
             vary("block_rows", _around(kernel.block_rows, 16, 128))
         case TmaConfig():
             vary("num_stages", (n for n in (kernel.num_stages - 1, kernel.num_stages - 2) if n > 2))
-            vary("splits", [] if kernel.is_even else _around(kernel.splits, 1, 8))
+            if kernel.is_even:
+                found += [replace(kernel, splits=splits, is_even=False) for splits in (2, 4)]
+            else:
+                found.append(replace(kernel, splits=1, is_even=True))
+                vary("splits", _around(kernel.splits, 1, 8))
             found += _rings(kernel, linear, numbers)
-            found.append(replace(kernel, splits=1, is_even=not kernel.is_even))
     return [one for one in found if can_run(one, linear, numbers)]
 
 
