@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ringcore.errors import RingcoreError
 from ringcore.executor.ring_memory import unnamed_file
+from ringcore.host.interpreter import import_path, interpreter_flags
 from ringcore.host.log_forwarding import forwarded_level
 
 __all__ = ["StartedProcess", "boot_memory", "start_process"]
@@ -41,7 +42,7 @@ def start_process(
     """own_session: without a terminal, whose signals go to the processes of the session."""
     try:
         return StartedProcess(
-            [sys.executable, *_interpreter_flags(), "-c", _BOOT, str(boot_fd)],
+            [sys.executable, *interpreter_flags(), "-c", _BOOT, str(boot_fd)],
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
@@ -55,8 +56,7 @@ def start_process(
 
 def boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -> int:
     """A memfd with the child's boot data: a line of JSON, then the payload."""
-    path = [os.fsencode(folder).decode("utf-8", "surrogateescape") for folder in sys.path]
-    header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": path}
+    header = {"name": name, "entry": entry, "fds": dict(fds), "parent_pid": os.getpid(), "path": import_path()}
     header["log_level"] = forwarded_level()
     fd = unnamed_file("boot")
     try:
@@ -68,19 +68,3 @@ def boot_memory(name: str, entry: str, payload: bytes, fds: Mapping[str, int]) -
         os.close(fd)
         raise
     return fd
-
-
-def _interpreter_flags() -> list[str]:
-    """The interpreter options that a child must share, since they change the meaning of its code; and UTF-8."""
-    options = {
-        "-I": sys.flags.isolated,
-        "-E": sys.flags.ignore_environment,
-        "-s": sys.flags.no_user_site,
-        "-B": sys.flags.dont_write_bytecode,
-        "-O": sys.flags.optimize == 1,
-        "-OO": sys.flags.optimize >= 2,
-    }
-    flags = [name for name, is_on in options.items() if is_on]
-    flags += ["-X", "utf8"]  # file names and output are UTF-8
-    flags += [f"-W{option}" for option in sys.warnoptions]
-    return flags + (["-X", "dev"] if sys.flags.dev_mode else [])

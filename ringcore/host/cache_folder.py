@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["TILES", "cache_folder", "our_cache_folder"]
+__all__ = ["KERNELS", "TILES", "cache_folder", "our_cache_folder"]
 
 TILES = "tiles"  # the folder of what `kernel_autotune` found
+KERNELS = "kernels"  # of the lists of kernels that starts compiled
 
 
 def cache_folder(environment: Mapping[str, str], name: str) -> str:

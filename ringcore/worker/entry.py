@@ -1,6 +1,7 @@
 """The worker's entry point, which an executor loads by name in the worker process: the only link between the columns.
 
-torch is imported when a worker is created, not with this module, so that the GPU's context is created concurrently.
+torch is imported when a worker is created, not with this module, so that the GPU's context is created concurrently,
+and processes that compile kernels import it too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
+from ringcore.worker.start_up.compilers import begin_compilers
 from ringcore.worker.start_up.gpu_context import begin_gpu_context
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Wo
     """
     if config.device.device != "cpu":
         begin_gpu_context(config.parallel.layout.local_rank(rank))
+        begin_compilers(config.parallel.layout.num_local_ranks(rank))
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:  # else torch has applied it

@@ -100,7 +100,7 @@ class Worker(TracedWorker):
         """-> "weights_bytes", and seconds: "build_s", then two concurrent jobs: "weights_s", and "kernels_s" (kernel
         warm-up, which may begin before the build) where the device has kernels. Raises `ModelLoadError`."""
         platform, tp = _require(self._platform, "init_device"), _require(self._tp, "init_device")
-        kernels = _compile_kernels(self.config, platform, tp)
+        kernels = _compile_kernels(self.config, platform, tp, self.rank)
         try:
             built = BuiltModel.of(self.config, platform, tp, self._stage)
             if kernels is not None:
@@ -393,13 +393,13 @@ class Worker(TracedWorker):
             platform.close()
 
 
-def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel) -> KernelWarmUp | None:
+def _compile_kernels(config: EngineConfig, platform: Platform, tp: TensorParallel, rank: int) -> KernelWarmUp | None:
     """Starts kernel warm-up in a thread; None where the device has no kernels."""
     if not ops.has_kernels(platform.device):
         return None
     from ringcore.worker.start_up.kernel_warm_up import KernelWarmUp  # with the kernels, which a CPU may not have
 
-    return KernelWarmUp(config, platform, tp)
+    return KernelWarmUp(config, platform, tp, config.parallel.layout.num_local_ranks(rank))
 
 
 def _launcher_class(platform: Platform) -> type[StepLauncher]:

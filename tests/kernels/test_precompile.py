@@ -45,7 +45,7 @@ def test_launches_are_intercepted_once_and_compiled_for_the_next_process(tmp_pat
                 silu_and_mul(x)
         variants = list(intercepted.values())
         print(*sorted(variant.kernel.__name__ for variant in variants))
-        compile_variants(variants, torch.device("cpu"), 2, first=1)
+        compile_variants(variants, torch.device("cpu"), 2)
     """
     names = ["_activate_and_multiply_kernel", "_rms_norm_kernel", "_rms_norm_kernel"]
     assert run(script, tmp_path).split() == names

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from triton import JITFunction
@@ -21,12 +21,13 @@ from ringcore import EngineConfig
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.distributed.parallel import SingleRank
 from ringcore.kernels import rms_norm
-from ringcore.kernels.launch.precompile import Variant
+from ringcore.kernels.launch.precompile import KernelCompiler, Variant
 from ringcore.kernels.logits import sampling
 from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.runner.loaded_model import BuiltModel
 from ringcore.worker.start_up import kernel_list, kernel_warm_up
-from ringcore.worker.start_up.kernel_warm_up import FewLayers, KernelWarmUp, has_room, set_up_libraries, warm_up_steps
+from ringcore.worker.start_up.kernel_warm_up import FewLayers, KernelWarmUp, has_room, set_up_libraries
+from ringcore.worker.start_up.warm_up_steps import warm_up_steps
 
 SCRIPT = """
     import sys
@@ -267,9 +268,10 @@ def test_libraries_that_fail_leave_the_kernels_compiled(tiny_llama, monkeypatch,
 
     monkeypatch.setattr(TorchSdpaBackend, "warm_up", fail)
     monkeypatch.setattr(kernel_warm_up, "intercept_steps", lambda *arguments: [])
-    monkeypatch.setattr(kernel_warm_up, "compile_variants", lambda variants, *others: compiled.append(variants) or 0.0)
+    finish = KernelCompiler.finish
+    monkeypatch.setattr(KernelCompiler, "finish", lambda self: compiled.append(finish(self)))
     assert warm_up(config_of(tiny_llama[0], attention_backend=TorchSdpaBackend.name)) > 0
-    assert compiled == [[]]
+    assert len(compiled) == 1
     assert "in the library" in caplog.text
 
 
@@ -286,22 +288,30 @@ class _Starts:
         self.compiled: list[Variant] = []
         self.failures = 0
         monkeypatch.setattr(kernel_warm_up, "intercept_steps", self._find)
-        monkeypatch.setattr(kernel_warm_up, "compile_variants", self._compile)
+        monkeypatch.setattr(kernel_warm_up, "KernelCompiler", lambda *arguments: self)
 
-    def _find(self, *arguments: Any) -> list[Variant]:
+    def _find(self, few: FewLayers, platform: Any, tp: Any, found: Callable[[Variant], object]) -> list[Variant]:
         self.events.append("found")
+        for variant in FOUND:
+            found(variant)
         return FOUND
 
-    def _compile(self, variants: list[Variant], *others: Any) -> float:
+    def add(self, *variants: Variant) -> None:
+        self.compiled += variants
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         self.failures -= 1
         if self.failures >= 0:
+            self.compiled.clear()
             raise ArithmeticError("of Triton")
         self.events.append("compiled")
-        self.compiled = [*variants]
-        return 0.0
 
     def of(self, config: EngineConfig) -> list[str]:
         self.events.clear()
+        self.compiled.clear()
         warm_up(config)
         assert self.compiled == FOUND
         return [*self.events]

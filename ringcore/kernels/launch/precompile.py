@@ -7,24 +7,39 @@ it, and skipped. So there is no list of kernels and shapes to maintain beside th
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 import re
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from triton import JITFunction, knobs
+from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
+from ringcore.kernels.launch.compile_processes import CompileProcesses, CompileRequest
 from ringcore.kernels.launch.launcher_modules import copy_loaded_modules
 
-__all__ = ["NotLaunchedError", "Variant", "compile_variants", "hash_compiler", "intercept_launches"]
+__all__ = [
+    "KernelCompiler",
+    "NotLaunchedError",
+    "Variant",
+    "compile_variants",
+    "hash_compiler",
+    "intercept_launches",
+]
 
 
 copy_loaded_modules()
+
+_HASHING = threading.Lock()
+# Of a kernel's cache of a device, which is made when it is first asked for: two threads would make two, and what one of
+# them compiled would be compiled again.
+_BINDING = threading.Lock()
 
 
 class NotLaunchedError(Exception):
@@ -37,20 +52,29 @@ class Variant(NamedTuple):
     kernel: Any  # a JITFunction
     specialization: str  # Triton's own record of types, constants, alignments and options
 
-    def compile(self, *, load: bool) -> None:
-        """Puts the binary where this process's next launch finds it, and into Triton's cache on disk.
+    def compile(self, *, load: bool) -> Any:
+        """Puts the binary where this process's next launch finds it, and into Triton's cache on disk; -> Triton's
+        compiled kernel.
 
         load: also loads it onto the current device and builds its launcher, as a first launch would.
         """
+        with _BINDING:
+            _ = self.kernel.device_caches[driver.active.get_current_device()]
         compiled = self.kernel.preload(self.specialization)
         if load:
             _ = compiled.run  # the property loads and builds
+        return compiled
+
+    def request(self) -> CompileRequest:
+        target = driver.active.get_current_target()
+        place = (target.backend, target.arch, target.warp_size)
+        return CompileRequest(self.kernel.fn.__module__, self.kernel.fn.__name__, self.specialization, place)
 
 
 @contextmanager
-def intercept_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
+def intercept_launches(found: Callable[[Variant], object] = lambda _: None) -> Iterator[dict[tuple[Any, str], Variant]]:
     """Inside the context kernel launches of this thread do nothing; the variants that are not compiled yet are entered
-    here.
+    here, and `found` is called with each.
 
     All other code runs as usual, on whatever the memory holds where kernels should have written. So it must not wait
     for a kernel, nor use kernel output as an index, unless the memory held valid indices before: on a GPU, an
@@ -64,7 +88,9 @@ def intercept_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
         if threading.get_ident() != thread:
             return False
         kernel = fn.jit_function
-        intercepted[kernel, key] = Variant(kernel, compile["specialization_data"])
+        if (kernel, key) not in intercepted:
+            intercepted[kernel, key] = variant = Variant(kernel, compile["specialization_data"])
+            found(variant)
         return True  # Triton stops here
 
     launch = JITFunction.run
@@ -84,36 +110,99 @@ def intercept_launches() -> Iterator[dict[tuple[Any, str], Variant]]:
 
 
 def hash_compiler() -> None:
-    """Triton hashes itself, 400 MB of library, for the names of its files on disk: once a process, unless several
-    threads need it at once, which then do the same. The GIL is released meanwhile."""
-    triton_key()
+    """Triton hashes itself, 400 MB of library, for the names of its files on disk: once a process, in the first thread
+    that needs it. The GIL is released meanwhile."""
+    with _HASHING:
+        triton_key()
 
 
-def compile_variants(variants: Sequence[Variant], device: torch.device, num_threads: int, first: int = 0) -> float:
-    """Compiles `variants` for `device`, the longest first, beginning at index `first` of that order; returns the
-    seconds it took.
+class KernelCompiler:
+    """Compiles variants in threads as they are added, of those that wait the longest first. A context manager: at its
+    end all are compiled, and it raises what a compilation raised.
 
-    Processes that share a cache on disk and begin at different indices reuse what the others have compiled meanwhile.
-    Most of a compilation is native code that releases the GIL, and the assembler is a process of its own. Raises what a
-    compilation raised, after all have ended.
+    Ranks that share a cache on disk begin with other variants, and reuse what the others have compiled meanwhile. Much
+    of a compilation is native code that releases the GIL; for the rest `processes` do it, one for each thread.
     """
-    started = time.monotonic()
-    by_length = sorted(variants, key=lambda variant: _source_length(variant.kernel), reverse=True)
-    ordered = [*by_length[first:], *by_length[:first]]
-    is_cuda = device.type == "cuda"
 
-    def set_device() -> None:
-        if is_cuda:
-            torch.cuda.set_device(device)
+    def __init__(
+        self,
+        device: torch.device,
+        num_threads: int,
+        share: tuple[int, int] = (0, 1),
+        processes: CompileProcesses | None = None,
+    ) -> None:
+        """share: rank, and the number of ranks. processes: `num_threads` of them."""
+        self._device, self._share, self._processes = device, share, processes
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[bool, int, int, Variant]] = []  # a heap; the third is a number of its own
+        self._numbers, self._has_ended = itertools.count(), False
+        self._lost: list[Variant] = []
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
 
-    with ThreadPoolExecutor(max(1, min(num_threads, len(ordered))), initializer=set_device) as threads:
-        compiled = [threads.submit(variant.compile, load=is_cuda) for variant in ordered]
-    for variant, future in zip(ordered, compiled, strict=True):
+    def add(self, *variants: Variant) -> None:
+        rank, num_ranks = self._share
+        with self._changed:
+            for one in variants:
+                is_others = zlib.crc32(one.specialization.encode()) % num_ranks != rank
+                entry = is_others, -_source_length(one.kernel), next(self._numbers), one
+                heapq.heappush(self._waiting, entry)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for variant in self._lost:
+            self._compile(variant)
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self, index: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while (variant := self._next()) is not None:
+            try:
+                if self._processes is not None:
+                    self._processes.compile(index, variant.request())
+                self._compile(variant)
+            except SystemError:  # CPython before 3.11.8 and 3.12.2: a race between threads that parse
+                self._lost.append(variant)
+            except Exception as error:
+                self._errors.append(error)
+
+    def _next(self) -> Variant | None:
+        """None when all are compiled, and no other will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._has_ended)
+            return heapq.heappop(self._waiting)[-1] if self._waiting else None
+
+    def _compile(self, variant: Variant) -> None:
+        hash_compiler()
+        variant.compile(load=self._device.type == "cuda")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None:
+            with self._changed:
+                self._waiting.clear()
         try:
-            future.result()
-        except SystemError:  # CPython before 3.11.8 and 3.12.2: a race between threads that parse
-            variant.compile(load=is_cuda)
-    return time.monotonic() - started
+            self.finish()
+        except Exception:
+            if kind is None:  # else what it raised is not hidden
+                raise
+
+
+def compile_variants(variants: Sequence[Variant], device: torch.device, num_threads: int) -> None:
+    """Compiles `variants` for `device` in threads. Raises what a compilation raised, after all have ended."""
+    with KernelCompiler(device, max(1, min(num_threads, len(variants)))) as compiler:
+        compiler.add(*variants)
 
 
 @functools.cache

@@ -6,10 +6,12 @@ import ctypes
 import threading
 from typing import Any
 
-__all__ = ["begin_gpu_context"]
+__all__ = ["begin_gpu_context", "has_gpu_driver"]
+
+_DRIVER = "libcuda.so.1"
 
 
-def begin_gpu_context(index: int, library: str = "libcuda.so.1") -> threading.Thread:
+def begin_gpu_context(index: int, library: str = _DRIVER) -> threading.Thread:
     """Creates the primary context of GPU `index`, which this whole process shares, in a daemon thread.
 
     An optimization only: without a driver or such a GPU it does nothing, and torch reports the error later.
@@ -17,6 +19,15 @@ def begin_gpu_context(index: int, library: str = "libcuda.so.1") -> threading.Th
     thread = threading.Thread(target=_retain, args=(index, library), name="gpu context", daemon=True)
     thread.start()
     return thread
+
+
+def has_gpu_driver(library: str = _DRIVER) -> bool:
+    """Known before torch is imported."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _retain(index: int, library: str) -> None:

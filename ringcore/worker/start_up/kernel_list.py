@@ -20,7 +20,7 @@ from triton import JITFunction
 
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
-from ringcore.host.cache_folder import TILES, our_cache_folder
+from ringcore.host.cache_folder import KERNELS, TILES, our_cache_folder
 from ringcore.host.file_names import with_utf8_names
 from ringcore.host.measurements import Measurements
 from ringcore.kernels.launch.precompile import Variant
@@ -45,7 +45,7 @@ class KernelList:
         if config.device.kernel_autotune:  # what is searched changes the kernels
             facts["tiles"] = str(Measurements(Path(our_cache_folder(TILES))).newest())
         facts |= _device_facts(device) | {"sources": _digest([*_sources()])}
-        return cls(Path(our_cache_folder("kernels")), facts)
+        return cls(Path(our_cache_folder(KERNELS)), facts)
 
     def read(self) -> list[Variant] | None:
         """None where there is no list, or one that does not fit the kernels that there are."""

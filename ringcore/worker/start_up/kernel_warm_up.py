@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import count, product
+from itertools import count
 from typing import Any, Self, cast
 
 import msgspec
@@ -26,30 +25,26 @@ import torch
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
 from ringcore.kernels.dtypes import TORCH_DTYPES
-from ringcore.kernels.launch.precompile import Variant, compile_variants, hash_compiler, intercept_launches
+from ringcore.kernels.launch.compile_processes import CompileProcesses
+from ringcore.kernels.launch.precompile import KernelCompiler, Variant, hash_compiler, intercept_launches
 from ringcore.model_executor.arithmetic import arithmetic_of
 from ringcore.model_executor.models import build_model, few_layers
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.params.sampling_params import SamplingParams
-from ringcore.protocol.codec import int_array
-from ringcore.protocol.row_parameters import EVERY_PARAMETER
-from ringcore.protocol.steps import NewRequest, SchedulerOutput
 from ringcore.tracing import Tracer
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.device_launcher import DeviceLauncher
-from ringcore.worker.runner.graph_capture import graph_sizes
 from ringcore.worker.runner.kernel_tiles import searched_tiles
 from ringcore.worker.runner.kv_caches import choose_backends
 from ringcore.worker.runner.loaded_model import BuiltModel, LoadedModel
 from ringcore.worker.runner.model_runner import ModelRunner
+from ringcore.worker.start_up.compilers import drop_compilers, num_compilers, taken_compilers
 from ringcore.worker.start_up.kernel_list import KernelList
 from ringcore.worker.start_up.memory_budget import planned_cache
+from ringcore.worker.start_up.warm_up_steps import warm_up_steps
 
-__all__ = ["FewLayers", "KernelWarmUp", "has_room", "intercept_steps", "set_up_libraries", "warm_up_steps"]
+__all__ = ["FewLayers", "KernelWarmUp", "has_room", "intercept_steps", "set_up_libraries"]
 
 _TIMEOUT_S = 120.0  # longer means that the thread hangs
-_PROMPTS = (2, 16, 100, 1000)  # tokens: kernels depend on the length; Triton specializes on multiples of 16
-_PREFIX = 16
 # Of the warm-ups of this process. Only the first one's list is whole: what is compiled already is not found again.
 _NUMBERS = count()
 _log = logging.getLogger(__name__)
@@ -62,13 +57,13 @@ class KernelWarmUp:
     it is built, and listed.
     """
 
-    def __init__(self, config: EngineConfig, platform: Platform, tp: TensorParallel) -> None:
-        self._config, self._platform, self._tp = config, platform, tp
+    def __init__(self, config: EngineConfig, platform: Platform, tp: TensorParallel, num_local_ranks: int = 1) -> None:
+        """num_local_ranks: that share the cores of this host."""
+        self._config, self._platform, self._tp, self._num_local_ranks = config, platform, tp, num_local_ranks
         self._dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
         self._is_first = next(_NUMBERS) == 0
         self._free_bytes = platform.free_memory_bytes()
         self._built: Future[BuiltModel] = Future()
-        self._hashed: Future[None] = Future()
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="kernel warm-up", daemon=True)
         self._thread.start()
@@ -89,19 +84,21 @@ class KernelWarmUp:
         started = time.monotonic()
         try:
             with ThreadPoolExecutor(2, "kernel warm-up") as pool:
-                self._hashed = pool.submit(hash_compiler)
+                pool.submit(hash_compiler)
                 libraries = pool.submit(lambda: set_up_libraries(self._config, self._built.result(), self._platform))
                 listed = KernelList.of(self._config, self._tp, self._dtype, self._platform.device)
                 if not self._load(listed):
-                    built = self._built.result()
-                    started = time.monotonic()
-                    self._find(listed, built.weights_bytes)
+                    with taken_compilers(self._num_local_ranks) as compilers:
+                        built = self._built.result()
+                        started = time.monotonic()
+                        self._find(listed, built.weights_bytes, compilers)
                 libraries.result()
         except CancelledError:
             pass  # no model was built, for a reason that its caller is told
         except Exception:  # only costs time: a missing kernel is compiled on its first launch
             _log.warning("kernel warm-up failed; kernels are compiled on their first launch", exc_info=True)
         finally:
+            drop_compilers()
             self._seconds = time.monotonic() - started
 
     def _load(self, listed: KernelList) -> bool:
@@ -111,7 +108,8 @@ class KernelWarmUp:
         if variants is None:
             return False
         try:
-            self._compile(variants)
+            with KernelCompiler(self._platform.device, num_compilers(self._num_local_ranks)) as compiler:
+                compiler.add(*variants)
         except Exception:
             _log.warning("the listed kernels cannot be loaded; those that are missing are found", exc_info=True)
             self._is_first = False  # those that were loaded will not be found
@@ -120,25 +118,22 @@ class KernelWarmUp:
         _log.info("%d kernels listed, loaded in %.2f s", len(variants), time.monotonic() - started)
         return True
 
-    def _find(self, listed: KernelList, weights_bytes: int) -> None:
-        started = time.monotonic()
+    def _find(self, listed: KernelList, weights_bytes: int, compilers: CompileProcesses | None) -> None:
+        """Each kernel is compiled from when it is found."""
         few = FewLayers.of(self._config, self._tp, self._dtype)
         if not has_room(few, weights_bytes, self._free_bytes):
             _log.info("no room for kernel warm-up beside the weights; kernels are compiled on their first launch")
             return
-        variants = intercept_steps(few, self._platform, self._tp)
-        gc.collect()  # reference cycles of the dummy runner hold device memory
-        found_s = time.monotonic() - started
-        compiled_s = self._compile(variants)
-        _log.info("%d kernels found in %.2f s, compiled in %.2f s", len(variants), found_s, compiled_s)
+        started, share = time.monotonic(), (self._tp.rank, self._tp.size)
+        num_threads = num_compilers(self._num_local_ranks) if compilers is None else len(compilers)
+        with KernelCompiler(self._platform.device, num_threads, share, compilers) as compiler:
+            variants = intercept_steps(few, self._platform, self._tp, compiler.add)
+            found = time.monotonic()
+            gc.collect()  # reference cycles of the dummy runner hold device memory
+        seconds = found - started, time.monotonic() - found
+        _log.info("%d kernels found in %.2f s, all compiled %.2f s later", len(variants), *seconds)
         if self._is_first:
             self._write(listed, variants)
-
-    def _compile(self, variants: Sequence[Variant]) -> float:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // self._tp.size)
-        first = self._tp.rank * len(variants) // self._tp.size
-        self._hashed.result()
-        return compile_variants(variants, self._platform.device, num_threads, first)
 
     def _write(self, listed: KernelList, variants: Sequence[Variant]) -> None:
         try:
@@ -196,12 +191,15 @@ def set_up_libraries(config: EngineConfig, built: BuiltModel, platform: Platform
 
 
 @torch.inference_mode()
-def intercept_steps(few: FewLayers, platform: Platform, tp: TensorParallel) -> list[Variant]:
-    """The kernel variants that `warm_up_steps` would launch, each once. Its model is bound here."""
+def intercept_steps(
+    few: FewLayers, platform: Platform, tp: TensorParallel, found: Callable[[Variant], object] = lambda _: None
+) -> list[Variant]:
+    """The kernel variants that `warm_up_steps` would launch, each once; `found` is called with each. Its model is bound
+    here."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
     config, model, loaded = few.config, few.model, few.loaded
-    with intercept_launches() as intercepted:
+    with intercept_launches(found) as intercepted:
         weights = {
             weight.name: torch.empty(weight.shape, dtype=weight.dtype, device=platform.device)
             for weight in model.weights()
@@ -229,68 +227,3 @@ class _TorchMemoryPlatform:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._platform, name)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The steps.
-
-_GREEDY, _SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
-_ADJUSTED = SamplingParams(temperature=1.0, repetition_penalty=1.1, logit_bias={0: 1.0}, allowed_token_ids=[0])
-
-
-def warm_up_steps(config: EngineConfig, block_sizes: Sequence[int]) -> Iterator[SchedulerOutput]:
-    """Dummy steps: prompts of several lengths, one after a cached prefix, one in a mixed step with a decoding row; then
-    decoding steps of every graph size. block_sizes: by KV cache group. All tokens are in block 1."""
-
-    def prompt(row: int, num_tokens: int, params: SamplingParams, num_computed: int = 0) -> NewRequest:
-        blocks = [int_array([1] * -(-(num_tokens + 1) // size)) for size in block_sizes]  # room for the next token too
-        ids = int_array([0] * num_tokens)
-        return NewRequest(row, ids, num_tokens, num_computed, num_computed, blocks, params, 1, [0])
-
-    longest = min(config.model.context_len - 1, config.scheduler.token_budget)
-    if longest < 1:
-        return
-    max_rows, steps = config.scheduler.max_num_seqs, _Steps()
-    for num_tokens, params in product(_PROMPTS, (_GREEDY, _SAMPLED, EVERY_PARAMETER)):
-        if num_tokens <= longest:
-            yield steps.fresh([prompt(0, num_tokens, params)], [num_tokens])
-    if longest >= 2 * _PREFIX:
-        yield steps.fresh([prompt(0, 2 * _PREFIX, _SAMPLED, _PREFIX)], [_PREFIX])
-        if max_rows > 1:
-            yield steps.step([prompt(1, _PREFIX, _SAMPLED)], [0, 1], [1, _PREFIX])
-    yield steps.fresh([prompt(0, 1, _ADJUSTED)], None)
-    smallest, *others = graph_sizes(max_rows)[:longest]
-    sizes = [*reversed(others), smallest]
-    yield steps.fresh([prompt(row, 1, _SAMPLED) for row in range(sizes[0])], None)
-    for size in sizes[1:]:
-        yield steps.step([], range(size), None)
-
-
-class _Steps:
-    """Builds numbered steps, and tracks the rows in use."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._taken: list[int] = []
-
-    def fresh(self, new: list[NewRequest], num_tokens: list[int] | None) -> SchedulerOutput:
-        """A step of new requests only; all earlier ones have finished."""
-        finished, self._taken = self._taken, []
-        return self.step(new, [request.row for request in new], num_tokens, finished)
-
-    def step(
-        self, new: list[NewRequest], rows: Sequence[int], num_tokens: list[int] | None, finished: Sequence[int] = ()
-    ) -> SchedulerOutput:
-        """num_tokens: of each row; None: one each."""
-        self._taken += [request.row for request in new]
-        self._number += 1
-        return SchedulerOutput(
-            step=self._number - 1,
-            num_steps=1,
-            finished_rows=int_array(finished),
-            new_requests=new,
-            new_blocks=[],
-            rows=int_array(rows),
-            num_scheduled_tokens=None if num_tokens is None else int_array(num_tokens),
-            num_tokens=len(rows) if num_tokens is None else sum(num_tokens),
-        )

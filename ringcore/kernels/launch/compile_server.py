@@ -1,0 +1,99 @@
+"""The server of `CompileProcesses`, and the processes that it forks, one for each socket."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import torch
+import triton.experimental.gluon  # noqa: F401  (with the front ends, before the processes are forked)
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
+from triton.runtime import driver as drivers
+
+from ringcore.kernels.launch.compile_processes import MAX_MESSAGE_BYTES, CompileRequest
+from ringcore.kernels.launch.precompile import Variant, hash_compiler
+
+__all__ = ["serve"]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_log = logging.getLogger(__name__)
+
+
+class _TargetOnly:
+    """A driver for Triton that knows what to compile for, and has no device."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def serve(fds: Sequence[int], parent: int) -> None:
+    """Forks a process for each socket, and ends when they have; when one ended otherwise than by a closed socket, it
+    ends them all."""
+    _die_with(parent)
+    hash_compiler()
+    own, children = os.getpid(), set[int]()
+    for fd in fds:
+        child = os.fork()
+        if child == 0:
+            _die_with(own)
+            for other in fds:
+                if other != fd:
+                    os.close(other)
+            with socket.socket(fileno=fd) as channel:
+                _compile_all(channel)
+            os._exit(0)
+        children.add(child)
+    for fd in fds:
+        os.close(fd)
+    while children:
+        child, status = os.wait()
+        if status:
+            _log.warning("a process that compiles kernels ended with status %d", status)
+            os._exit(1)  # which kills the others
+        children.discard(child)
+
+
+def _die_with(parent: int) -> None:
+    """prctl(2): the signal comes when the parent's thread ends that started this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _compile_all(channel: socket.socket) -> None:
+    """Answers each request by a byte: whether it is compiled."""
+    while message := channel.recv(MAX_MESSAGE_BYTES):
+        try:
+            _compile(msgspec.msgpack.decode(message, type=CompileRequest))
+        except Exception as error:  # the process that asked compiles it, and raises what that raises
+            _log.debug("not compiled: %r", error)
+            channel.send(b"\0")
+        else:
+            channel.send(b"\1")
+
+
+def _compile(request: CompileRequest) -> None:
+    drivers.set_active(_TargetOnly(GPUTarget(*request.target)))
+    kernel = getattr(importlib.import_module(request.module), request.name)
+    compiled = Variant(kernel, request.specialization).compile(load=False)
+    if hasattr(driver, "make_launcher"):  # Triton before 3.7 compiles a launcher too
+        driver.CudaLauncher(compiled.src, compiled.metadata)
