@@ -96,11 +96,11 @@ class CodesScheme(LinearScheme):
         return inputs.scale != "token" or shard.max_over_ranks is not None or shard.inputs.length > MOST_INTEGERS
 
     def _has_whole_blocks(self, shard: LinearShard) -> bool:
-        """Of 128 x 128, in the order of the outputs."""
+        """Of 128 x 128, in the order of the outputs, which may be in another order within a block (rotary halves)."""
         if self.format.scale != "block" or self.format.block != (128, 128):
             return False
-        places = places_of_outputs(shard, 128)
-        return shard.inputs.start % 128 == 0 and torch.equal(places, torch.arange(len(places)))
+        blocks = places_of_outputs(shard, 128) // 128
+        return shard.inputs.start % 128 == 0 and torch.equal(blocks, torch.arange(len(blocks)) // 128)
 
     def _scales(self, shard: LinearShard, stored: torch.Tensor, derived: Derived) -> torch.Tensor:
         """[num_outputs, groups]."""
