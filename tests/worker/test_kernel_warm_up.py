@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -358,6 +359,12 @@ def test_lists_are_of_a_configuration_and_of_the_sources(tiny_llama, starts, cac
     assert [starts.of(config), starts.of(config)] == [COLD, WARM]
     (tmp_path / "sources" / "new.py").write_text("pass")
     assert [starts.of(config), starts.of(config)] == [COLD, WARM]
+    kernels = tmp_path / "sources" / "kernels" / "one.py"
+    kernels.parent.mkdir()
+    for content in ("a = 1", "a = 2"):  # of one size, and one time
+        kernels.write_text(content)
+        os.utime(kernels, (1, 1))
+        assert [starts.of(config), starts.of(config)] == [COLD, WARM]
 
 
 def _other(name: str, value: object) -> Callable[[str], str]:
@@ -377,7 +384,7 @@ def _other(name: str, value: object) -> Callable[[str], str]:
         lambda text: "[1, 2]",
         lambda text: json.dumps(json.loads(text) | {"kernels": []}),
         lambda text: json.dumps(json.loads(text) | {"key": {}}),
-        _other("cache_key", "of other sources"),
+        _other("cache_key", 1),
         _other("name", "_gone_kernel"),
         _other("name", "rms_norm"),
         _other("module", "ringcore.kernels.gone"),

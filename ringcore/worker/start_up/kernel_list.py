@@ -1,6 +1,6 @@
 """The kernels that a configuration launches on a device, as an earlier start found them.
 
-A list is data: a kernel is looked up by its name in this package, and taken only if its sources are those of the list.
+A list is data: a kernel is looked up by its name in this package, and lists are of the contents of all its sources.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ def _device_facts(device: torch.device) -> dict[str, str]:
     return facts | {"triton": triton.__version__, "capability": str(capability)}
 
 
-def _sources() -> Iterator[tuple[str, int, int]]:
-    """(Path, bytes, time of change) of each source file of this package."""
+def _sources() -> Iterator[tuple[str, int, int | bytes]]:
+    """(Path, bytes, time of change) of each source file of this package, of kernels their contents in its place."""
     for path in sorted(_PACKAGE.rglob("*.py")):
-        status = path.stat()
-        yield str(path.relative_to(_PACKAGE)), status.st_size, status.st_mtime_ns
+        status, name = path.stat(), str(path.relative_to(_PACKAGE))
+        is_kernels = name.startswith("kernels/")
+        yield name, status.st_size, hashlib.sha256(path.read_bytes()).digest() if is_kernels else status.st_mtime_ns
 
 
 def _encode(variant: Variant) -> dict[str, str]:
@@ -90,14 +91,17 @@ def _decode(content: Any) -> list[Variant]:
 
 
 def _kernel(one: Mapping[str, str]) -> Any:
-    """Raises ValueError where there is no such kernel."""
-    module, name = str(one["module"]), str(one["name"])
+    """Raises ValueError where there is no such kernel. It gets the hash of the list, for which Triton would parse it and
+    all that it calls."""
+    module, name, key = str(one["module"]), str(one["name"]), one["cache_key"]
     if not module.startswith(_KERNELS):  # nothing else is imported
         raise ValueError(f"{module} has no kernels")
     try:
         kernel = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{module} has no {name}") from error
-    if not isinstance(kernel, JITFunction) or kernel.cache_key != one["cache_key"]:
-        raise ValueError(f"{module}.{name} is another")
+    if not isinstance(kernel, JITFunction) or not isinstance(key, str):
+        raise ValueError(f"{module}.{name} with {key!r} is no kernel with its hash")
+    if kernel.hash is None:
+        kernel.hash = key
     return kernel
