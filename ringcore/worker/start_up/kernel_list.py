@@ -91,8 +91,8 @@ def _decode(content: Any) -> list[Variant]:
 
 
 def _kernel(one: Mapping[str, str]) -> Any:
-    """Raises ValueError where there is no such kernel. It gets the hash of the list, for which Triton would parse it and
-    all that it calls."""
+    """Raises ValueError where there is no such kernel. It gets the list's hash, for which Triton would parse it and all
+    that it calls."""
     module, name, key = str(one["module"]), str(one["name"]), one["cache_key"]
     if not module.startswith(_KERNELS):  # nothing else is imported
         raise ValueError(f"{module} has no kernels")
