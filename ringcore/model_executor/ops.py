@@ -7,7 +7,9 @@ these use few operations, and where reshaping the weights saves one, the weights
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -29,7 +31,10 @@ __all__ = [
     "rms_norm_gain",
     "rows_by",
     "silu_and_mul",
+    "without_cpu_kernels",
 ]
+
+_has_cpu_kernels = ContextVar("has_cpu_kernels", default=True)  # of this thread
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -40,7 +45,17 @@ def has_kernels(device: torch.device) -> bool:
 
 def cpu_kernels(device: torch.device) -> RowKernels | None:
     """The kernels in C of layers bound on `device`; None on another device than a CPU, and without a C compiler."""
-    return row_kernels() if device.type == "cpu" else None
+    return row_kernels() if device.type == "cpu" and _has_cpu_kernels.get() else None
+
+
+@contextmanager
+def without_cpu_kernels() -> Iterator[None]:
+    """Layers that this thread binds within it are plain torch's: a trial is not worth their compilation."""
+    token = _has_cpu_kernels.set(False)
+    try:
+        yield
+    finally:
+        _has_cpu_kernels.reset(token)
 
 
 def add_partials(x: torch.Tensor, partials: Partials) -> torch.Tensor:

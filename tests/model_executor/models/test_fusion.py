@@ -16,6 +16,7 @@ from torch import nn
 from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.families import FAMILIES
+from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.dense import all_dense
 from ringcore.model_executor.loader import load_weights
 from ringcore.model_executor.models import build_model
@@ -133,6 +134,20 @@ def test_a_native_class_computes_the_same(tmp_path, model_type):
         runs.append(DenseRun(model, 64, 1, device=torch.device("cpu")).step({0: IDS}))
         assert model.report().impl == impl
     torch.testing.assert_close(*runs, atol=2e-4, rtol=2e-4)
+
+
+def test_layers_that_are_tried_want_no_kernels_in_c(monkeypatch):
+    """They take seconds to compile, and a GPU's worker never calls them."""
+
+    def compiled() -> None:
+        raise AssertionError("compiled for a trial")
+
+    monkeypatch.setattr(ops, "row_kernels", compiled)
+    for model_type in ("qwen3", "deepseek_v2"):
+        options, expected = TYPES[model_type]
+        assert counts(found_in(model_type, **options)) == expected
+    with pytest.raises(AssertionError, match="for a trial"):
+        ops.cpu_kernels(torch.device("cpu"))
 
 
 def with_forward(path: str, make):

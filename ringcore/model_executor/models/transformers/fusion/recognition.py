@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ringcore.model_executor import ops
 from ringcore.model_executor.models.transformers.attention_calls import AttentionCall
 from ringcore.model_executor.models.transformers.fusion.body_trial import check_body
 from ringcore.model_executor.models.transformers.fusion.latents import find_latent_attention
@@ -63,8 +64,9 @@ def recognise(
         attentions = [_child_of(layer, names[call.module]) for layer, call in zip(layers, calls, strict=True)]
         sample = run_sample(body, layers, attentions, num_positions, in_mask)
         trial = Trial(sample, body.config.get_text_config().hidden_size)
-        found = _Search(sample, trial).result(layers, attentions, calls, alike or {})
-        check_body(sample, trial, found, calls)
+        with ops.without_cpu_kernels():
+            found = _Search(sample, trial).result(layers, attentions, calls, alike or {})
+            check_body(sample, trial, found, calls)
         sample.calls.clear()  # their arguments refer to the sample, which is large
         return found
     except NotRecognised as error:
