@@ -136,7 +136,7 @@ def started(monkeypatch, tmp_path) -> list[_Started]:
 
 def test_they_are_begun_before_it_is_known_what_is_compiled(started):
     compilers.begin_compilers(2)
-    with compilers.taken_compilers(2) as taken:
+    with compilers.taken_compilers("cuda", 2) as taken:
         assert [taken] == started
     (one,) = started
     assert (one.num, one.is_closed) == (8, True)
@@ -156,17 +156,23 @@ def test_where_kernels_are_listed_nothing_is_begun(started, tmp_path):
     (folder / "one.json").touch()
     compilers.begin_compilers(1)
     assert not started
-    with compilers.taken_compilers(1) as taken:
+    with compilers.taken_compilers("cuda", 1) as taken:
         assert [taken] == started
 
 
 def test_few_cores_compile_in_threads(started, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     compilers.begin_compilers(1)
-    with compilers.taken_compilers(1) as taken:
+    with compilers.taken_compilers("cuda", 1) as taken:
         assert taken is None
     assert not started
     assert compilers.num_compilers(1) == 2
+
+
+def test_a_cpu_has_none(started):
+    with compilers.taken_compilers("cpu", 1) as taken:
+        assert taken is None
+    assert not started
 
 
 def test_without_a_driver_nothing_is_begun(started, monkeypatch):
@@ -180,6 +186,6 @@ def test_what_cannot_be_started_is_told(started, monkeypatch, caplog):
         raise OSError("no process")
 
     monkeypatch.setattr(compilers, "CompileProcesses", fail)
-    with compilers.taken_compilers(1) as taken:
+    with compilers.taken_compilers("cuda", 1) as taken:
         assert taken is None
     assert "no process" in caplog.text

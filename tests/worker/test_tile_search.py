@@ -340,7 +340,7 @@ SCRIPT = """
     tiles = searched_tiles(config.device, device)
     arithmetic = arithmetic_of(False, device, tiles)
     model = build_model(config.model.spec, SingleRank(), torch.bfloat16, 64, arithmetic=arithmetic)
-    device_bench.compile_variants = lambda variants, device, num_threads: found.extend(variants)
+    device_bench.compile_variants = lambda variants, *others: found.extend(variants)
 
     def skipped(run):
         with intercept_launches():

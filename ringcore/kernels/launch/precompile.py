@@ -131,7 +131,7 @@ class KernelCompiler:
         share: tuple[int, int] = (0, 1),
         processes: CompileProcesses | None = None,
     ) -> None:
-        """share: rank, and the number of ranks. processes: `num_threads` of them."""
+        """share: rank, and the number of ranks. processes: as many as threads, or more."""
         self._device, self._share, self._processes = device, share, processes
         self._changed = threading.Condition()
         self._waiting: list[tuple[bool, int, int, Variant]] = []  # a heap; the third is a number of its own
@@ -199,9 +199,11 @@ class KernelCompiler:
                 raise
 
 
-def compile_variants(variants: Sequence[Variant], device: torch.device, num_threads: int) -> None:
-    """Compiles `variants` for `device` in threads. Raises what a compilation raised, after all have ended."""
-    with KernelCompiler(device, max(1, min(num_threads, len(variants)))) as compiler:
+def compile_variants(
+    variants: Sequence[Variant], device: torch.device, num_threads: int, processes: CompileProcesses | None = None
+) -> None:
+    """Compiles `variants` by a `KernelCompiler`. Raises what a compilation raised, after all have ended."""
+    with KernelCompiler(device, max(1, min(num_threads, len(variants))), processes=processes) as compiler:
         compiler.add(*variants)
 
 

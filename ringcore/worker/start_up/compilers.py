@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from ringcore.host.cache_folder import KERNELS, our_cache_folder
@@ -33,11 +33,12 @@ def begin_compilers(num_local_ranks: int) -> None:
 
 
 @contextmanager
-def taken_compilers(num_local_ranks: int) -> Iterator[CompileProcesses | None]:
+def taken_compilers(device_type: str, num_local_ranks: int) -> Iterator[CompileProcesses | None]:
     """Those that were begun, or others; closed at the end. None: threads compile."""
     global _begun
     taken, _begun = _begun, None
-    taken = taken or _start(num_compilers(num_local_ranks))
+    if taken is None and device_type == "cuda":
+        taken = _start(num_compilers(num_local_ranks))
     try:
         yield taken
     finally:
@@ -47,7 +48,7 @@ def taken_compilers(num_local_ranks: int) -> Iterator[CompileProcesses | None]:
 
 def drop_compilers() -> None:
     """Closes those that were begun and not taken."""
-    with taken_compilers(1) if _begun is not None else nullcontext():
+    with taken_compilers("", 1):
         pass
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from triton.errors import TritonError
 
+from ringcore.kernels.launch.compile_processes import CompileProcesses
 from ringcore.kernels.launch.device_timer import timer
 from ringcore.kernels.launch.precompile import compile_variants, intercept_launches
+from ringcore.worker.start_up.compilers import num_compilers, taken_compilers
 from ringcore.worker.start_up.tile_search import Timer
 
 __all__ = ["DeviceBench"]
@@ -29,7 +31,16 @@ class DeviceBench:
         """num_stages: whose first ranks search at the same time, perhaps on one host; the others wait."""
         self.device = device
         self._pool: Any = None  # of the graphs of one problem
-        self._num_threads = max(1, len(os.sched_getaffinity(0)) // num_stages)
+        self._num_stages, self._ending = num_stages, contextlib.ExitStack()
+
+    def close(self) -> None:
+        """Ends the processes that compile."""
+        self._ending.close()
+
+    @functools.cached_property
+    def _compilers(self) -> CompileProcesses | None:
+        """Begun when something is to be compiled: most starts search nothing."""
+        return self._ending.enter_context(taken_compilers(self.device.type, self._num_stages))
 
     def compile(self, launches: Sequence[Callable[[], object]]) -> None:
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -38,7 +49,8 @@ class DeviceBench:
                 with contextlib.suppress(*_REFUSED):
                     launch()
         try:
-            compile_variants(list(intercepted.values()), self.device, self._num_threads)
+            variants = list(intercepted.values())
+            compile_variants(variants, self.device, num_compilers(self._num_stages), self._compilers)
         except _REFUSED as error:  # it is refused again when it is launched
             _log.debug("a tile cannot be compiled: %s", error)
 

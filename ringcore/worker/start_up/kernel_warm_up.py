@@ -89,7 +89,7 @@ class KernelWarmUp:
                 libraries = pool.submit(lambda: set_up_libraries(self._config, self._built.result(), self._platform))
                 listed = KernelList.of(self._config, self._tp, self._dtype, self._platform.device)
                 if not self._load(listed):
-                    with taken_compilers(self._num_local_ranks) as compilers:
+                    with taken_compilers(self._platform.device.type, self._num_local_ranks) as compilers:
                         built = self._built.result()
                         started = time.monotonic()
                         self._find(listed, built.weights_bytes, compilers)

@@ -25,4 +25,5 @@ def tune_kernels(config: EngineConfig, loaded: LoadedModel, platform: Platform, 
     try:
         return search_tiles(loaded.tiles, step, bench, config.device.kernel_autotune_timeout_s, tp)
     finally:
+        bench.close()
         platform.release_cached()
