@@ -167,6 +167,12 @@ def test_few_cores_compile_in_threads(started, monkeypatch):
         assert taken is None
     assert not started
     assert compilers.num_compilers(1) == 2
+    assert compilers.num_compilers(4) == 1
+
+
+def test_many_cores_are_enough(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(192)))
+    assert [compilers.num_compilers(num_ranks) for num_ranks in (1, 8)] == [32, 24]
 
 
 def test_a_cpu_has_none(started):

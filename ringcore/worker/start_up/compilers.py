@@ -15,13 +15,14 @@ from ringcore.worker.start_up.gpu_context import has_gpu_driver
 __all__ = ["begin_compilers", "drop_compilers", "num_compilers", "taken_compilers"]
 
 _FEWEST = 4  # cores: with fewer, importing torch once more takes what compiling in processes gains
+_MOST = 32  # a start has some 60 kernels, and each process compiles in up to 300 MB
 _log = logging.getLogger(__name__)
 _begun: CompileProcesses | None = None
 
 
 def num_compilers(num_local_ranks: int) -> int:
     """Threads that compile, of each rank of a host."""
-    return max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
+    return min(_MOST, max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
 
 
 def begin_compilers(num_local_ranks: int) -> None:
