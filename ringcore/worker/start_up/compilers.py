@@ -15,7 +15,7 @@ from ringcore.worker.start_up.gpu_context import has_gpu_driver
 __all__ = ["begin_compilers", "drop_compilers", "num_compilers", "taken_compilers"]
 
 _FEWEST = 4  # cores: with fewer, importing torch once more takes what compiling in processes gains
-_MOST = 32  # a start has some 60 kernels, and each process compiles in up to 300 MB
+_MOST = 32  # a start has some 60 kernels, and a process that compiles takes up to 90 MB
 _log = logging.getLogger(__name__)
 _begun: CompileProcesses | None = None
 
