@@ -2,23 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from ringcore.kernels.launch.target_only import compile_for
 
-
-class Sm90:
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-driver.set_active(Sm90())
+compile_for("cuda", 90, 32)

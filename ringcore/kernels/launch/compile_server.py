@@ -11,38 +11,17 @@ import socket
 from collections.abc import Sequence
 
 import msgspec
-import torch
 import triton.experimental.gluon  # noqa: F401  (with the front ends, before the processes are forked)
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
-from triton.runtime import driver as drivers
 
 from ringcore.kernels.launch.compile_processes import MAX_MESSAGE_BYTES, CompileRequest
 from ringcore.kernels.launch.precompile import Variant, hash_compiler
+from ringcore.kernels.launch.target_only import compile_for
 
 __all__ = ["serve"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _log = logging.getLogger(__name__)
-
-
-class _TargetOnly:
-    """A driver for Triton that knows what to compile for, and has no device."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def serve(fds: Sequence[int], parent: int) -> None:
@@ -92,7 +71,7 @@ def _compile_all(channel: socket.socket) -> None:
 
 
 def _compile(request: CompileRequest) -> None:
-    drivers.set_active(_TargetOnly(GPUTarget(*request.target)))
+    compile_for(*request.target)
     kernel = getattr(importlib.import_module(request.module), request.name)
     compiled = Variant(kernel, request.specialization).compile(load=False)
     if hasattr(driver, "make_launcher"):  # Triton before 3.7 compiles a launcher too

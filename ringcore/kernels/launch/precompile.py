@@ -163,10 +163,10 @@ class KernelCompiler:
             raise self._errors[0]
 
     def _run(self, index: int) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
         while (variant := self._next()) is not None:
             try:
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # of this thread
                 if self._processes is not None:
                     self._processes.compile(index, variant.request())
                 self._compile(variant)
