@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
-from ringcore.worker.start_up.compilers import begin_compilers
+from ringcore.worker.start_up.compilers import begin_compilers, drop_compilers
 from ringcore.worker.start_up.gpu_context import begin_gpu_context
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Wo
         begin_compilers(config.parallel.layout.num_local_ranks(rank))
     import torch
 
+    if config.device.device != "cpu" and not torch.cuda.is_available():  # a driver, and no GPU
+        drop_compilers()
     if "OMP_NUM_THREADS" not in os.environ:  # else torch has applied it
         num_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, num_cores // config.parallel.layout.num_local_ranks(rank)))

@@ -14,7 +14,8 @@ import pytest
 import torch
 from triton import JITFunction, knobs
 
-from ringcore.kernels.launch.precompile import compile_variants, intercept_launches
+from ringcore.kernels.launch import precompile
+from ringcore.kernels.launch.precompile import KernelCompiler, Variant, compile_variants, intercept_launches
 from ringcore.kernels.rms_norm import rms_norm, rms_norm_reference
 
 HERE = Path(__file__).parent
@@ -152,6 +153,25 @@ def test_what_was_compiled_ahead_is_what_is_launched(tmp_path, monkeypatch):
     assert len(intercepted) == 1
     assert not again
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+
+
+def test_each_rank_begins_with_kernels_of_its_own(monkeypatch):
+    """And then compiles those of the others, which it finds on disk if they were as fast."""
+    compiled: list[str] = []
+    monkeypatch.setattr(precompile, "_source_length", lambda kernel: kernel)
+    monkeypatch.setattr(precompile, "hash_compiler", lambda: None)
+    monkeypatch.setattr(Variant, "compile", lambda variant, *, load: compiled.append(variant.specialization))
+    variants = [Variant(length, str(length)) for length in range(20)]
+    orders = []
+    for rank in range(2):
+        compiled.clear()
+        with KernelCompiler(torch.device("cpu"), 1, (rank, 2)) as compiler:
+            compiler.add(*variants)
+        orders.append([*map(int, compiled)])
+    assert [sorted(order) for order in orders] == [[*range(20)]] * 2
+    num_own = [next(i for i in range(20) if order[i] < order[i + 1]) + 1 for order in orders]
+    assert sum(num_own) == 20, "each begins with its own, the longest first"
+    assert set(orders[0][: num_own[0]]) == set(orders[1][num_own[1] :])
 
 
 def test_launches_of_other_threads_go_on(monkeypatch):

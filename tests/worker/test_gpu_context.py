@@ -7,7 +7,7 @@ import ctypes
 import pytest
 
 from ringcore.worker.start_up import gpu_context
-from ringcore.worker.start_up.gpu_context import begin_gpu_context
+from ringcore.worker.start_up.gpu_context import begin_gpu_context, has_gpu_driver
 
 
 class Driver:
@@ -48,3 +48,8 @@ def test_a_host_without_a_driver_is_left_alone():
     thread = begin_gpu_context(0, "libno_such_driver.so.9")
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_driver_is_a_library():
+    assert has_gpu_driver("libc.so.6")
+    assert not has_gpu_driver("libno_such_driver.so.9")

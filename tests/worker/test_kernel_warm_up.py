@@ -9,9 +9,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
+import torch
 from triton import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -24,9 +26,10 @@ from ringcore.distributed.parallel import SingleRank
 from ringcore.kernels import rms_norm
 from ringcore.kernels.launch.precompile import KernelCompiler, Variant
 from ringcore.kernels.logits import sampling
+from ringcore.worker.entry import create_worker
 from ringcore.worker.platforms.cpu import CpuPlatform
 from ringcore.worker.runner.loaded_model import BuiltModel
-from ringcore.worker.start_up import kernel_list, kernel_warm_up
+from ringcore.worker.start_up import compilers, kernel_list, kernel_warm_up
 from ringcore.worker.start_up.kernel_warm_up import FewLayers, KernelWarmUp, has_room, set_up_libraries
 from ringcore.worker.start_up.warm_up_steps import warm_up_steps
 
@@ -208,6 +211,26 @@ def test_steps_stay_within_the_limits(tiny_llama, max_model_len, max_num_seqs):
             admitted[row] += 1
         assert max(admitted.values(), default=0) <= max_model_len + 1
         assert step.num_tokens <= config.scheduler.max_num_batched_tokens
+
+
+def test_steps_have_the_kernels_of_long_prompts_and_of_many_rows_beside_a_prompt():
+    scheduler = SimpleNamespace(token_budget=8192, max_num_seqs=16)
+    config: Any = SimpleNamespace(model=SimpleNamespace(context_len=4096), scheduler=scheduler)
+    steps = [step.num_scheduled_tokens for step in warm_up_steps(config, [16])]
+    mixed = [sorted(one.tolist()) for one in steps if one is not None and len(one) > 2]
+    assert mixed == [[1] * 8 + [16]]
+    assert max(one.max() for one in steps if one is not None) == 2048
+
+
+def test_a_driver_without_a_gpu_compiles_nothing(tiny_llama, monkeypatch, tmp_path):
+    closed = []
+    begun = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(compilers, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(compilers, "_start", lambda num: begun)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    create_worker(EngineConfig.from_options(model=tiny_llama[0], load_format="dummy"), 0, None)
+    assert closed == [True]
 
 
 class _FewBytes(CpuPlatform):

@@ -28,6 +28,7 @@ def serve(fds: Sequence[int], parent: int) -> None:
     """Forks a process for each socket, and ends when they have; when one ended otherwise than by a closed socket, it
     ends them all."""
     _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the process that started them decides
     hash_compiler()
     own, children = os.getpid(), set[int]()
     for fd in fds:

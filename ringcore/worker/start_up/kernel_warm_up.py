@@ -30,7 +30,6 @@ from ringcore.kernels.launch.precompile import KernelCompiler, Variant, hash_com
 from ringcore.model_executor.arithmetic import arithmetic_of
 from ringcore.model_executor.models import build_model, few_layers
 from ringcore.model_executor.models.base import CausalLM
-from ringcore.model_executor.sampler import logprob_tensors
 from ringcore.tracing import Tracer
 from ringcore.worker.platforms.platform import Platform
 from ringcore.worker.runner.device_launcher import DeviceLauncher
@@ -180,13 +179,11 @@ def has_room(few: FewLayers, weights_bytes: int, free_bytes: int) -> bool:
 
 @torch.inference_mode()
 def set_up_libraries(config: EngineConfig, built: BuiltModel, platform: Platform) -> None:
-    """One-time initialization of cuBLAS, of torch's kernels for log-probabilities, and of the attention libraries."""
+    """One-time initialization of cuBLAS and of the attention libraries."""
     if platform.device.type == "cuda":
         torch.cuda.set_device(platform.device)
     rows = torch.zeros(16, 16, dtype=TORCH_DTYPES[built.dtype], device=platform.device)
     torch.nn.functional.linear(rows, rows)
-    logits = torch.zeros(2, config.model.spec.vocab_size, device=platform.device)
-    logprob_tensors(logits, torch.zeros(2, dtype=torch.int64, device=platform.device), 1)
     plan = planned_cache(config, built.kv_cache_spec(config.cache))
     layers, is_invariant = built.model.attention_layers, config.model.deterministic
     for backend in choose_backends(config.device.attention_backend, plan, layers, platform, is_invariant):
