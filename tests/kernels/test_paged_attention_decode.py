@@ -210,6 +210,39 @@ def test_the_schedule_is_complete_and_even_or_by_item(device, num_programs, wind
         at += count
 
 
+@pytest.mark.parametrize("lens", [[64, 65, 1], [9000], [5] * 300, [20000, *[130] * 40], [640] * 32, [1280, 0, 700]])
+@pytest.mark.parametrize("percent", [10, 60])
+def test_a_tail_of_ranges_follows_those_of_the_programs_that_run_at_once(device, lens, percent) -> None:
+    tiling, num_programs = TILING._replace(tail_percent=percent), 6
+    tile_scheduler = DecodeTileScheduler.allocate(6, 3, 64, tiling, torch.device(device), num_programs=num_programs)
+    tile_scheduler.tile_ranges.fill_(-1)
+    tile_scheduler.plan(torch.tensor(lens, dtype=torch.int32, device=device))
+    assert (tile_scheduler.num_programs, tile_scheduler.num_ranges) == (num_programs, 2 * num_programs)
+    tiles, at = tiles_of(lens, tile_scheduler), 0
+    counts = tile_scheduler.tile_ranges[:, 3].tolist()
+    assert sum(counts) == len(tiles)
+    by_item = lens == [9000]  # three work items of two splits
+    assert set(counts[num_programs:]) == {0 if by_item else len(tiles) // num_programs * percent // 100}
+    program_of = [program for program, count in enumerate(counts) for _ in range(count)]
+    for sequence, head, tile, count, seq_len, first_program, *_ in tile_scheduler.tile_ranges.tolist():
+        if count:
+            assert (sequence, head, tile, seq_len) == (*tiles[at], lens[sequence])
+            assert first_program == program_of[at - tile]
+        at += count
+
+
+def test_programs_of_the_tail_take_part_in_the_same_contexts(device) -> None:
+    batch = PagedBatch.make([(1, n) for n in (700, 2, 0, 900, 65, 3000)], device=device, head_size=64)
+    num_heads, num_kv_heads = batch.query.shape[1], batch.kv_cache.shape[2]
+    tiling = DecodeTiling.choose(6, 64, batch.query.dtype)._replace(tail_percent=30)
+    tile_scheduler = DecodeTileScheduler.allocate(num_heads, num_kv_heads, 64, tiling, batch.query.device, num_programs=4)
+    tile_scheduler.plan(batch.seq_lens)
+    assert tile_scheduler.tile_ranges[4:, 3].min() > 0
+    tables = (batch.block_table, batch.seq_lens)
+    expected = paged_attention_decode_reference(batch.query, batch.kv_cache, *tables, tile_scheduler, batch.scale)
+    assert_close(decode(batch, tile_scheduler), expected)
+
+
 @pytest.mark.parametrize(
     "lens",
     [[70, 1, 300, 0, 0, 0, 0], [5, 0], [0, 0, 0], [9, 10, 0, 16, 0, 0, 23, 0], [0, 0, 0, 70], [300, 0, 300, 0, 0, 300]],

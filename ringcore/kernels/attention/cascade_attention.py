@@ -173,7 +173,7 @@ def attend_shared_prefixes(
     if passes == BOTH:
         is_over = num_units <= 0
         if num_units > 0:
-            is_over = grid_barrier(barrier)
+            is_over = grid_barrier(barrier, tl.num_programs(0))
         scale_log2 = tl.where(is_over, scale_log2, float("nan"))
     return scale_log2
 

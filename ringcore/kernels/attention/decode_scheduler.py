@@ -109,24 +109,31 @@ def _plan_decode(
     tile_tokens: tl.constexpr,
     min_tiles: tl.constexpr,
     whole_tiles: tl.constexpr,
+    tail_percent: tl.constexpr,  # of `DecodeTiling`
     skips_empty: tl.constexpr,
     seqs: tl.constexpr,  # num_seqs or more, a power of two
     programs: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Writes the tile ranges of `programs` programs. Each program sums all lengths itself: no program waits for
-    another."""
+    another. num_programs: those that run at once; with a tail as many follow."""
     if pdl:
         gdc_wait()
     seq_len, shared, tiles, splits, by_item, used, base, extra = split_items(
         seq_lens, shared_words, num_seqs, num_programs, num_kv_heads, window, chunk, tile_tokens, min_tiles,
         whole_tiles, skips_empty, seqs,
     )  # fmt: skip
+    # Programs of the tail start when others have ended, and so may not wait for a barrier over shared prefixes.
+    tail_base = tl.where(by_item | (tl.max(shared, 0) > 0), 0, base * tail_percent // 100)
+    base -= tail_base
+    tail_at = num_programs * base + extra  # the first tile of the tail
     # In units (splits if by_item, else tiles): where each sequence ends, and where the ranges begin.
     units = tl.where(by_item, splits, tiles) * num_kv_heads
     ends = tl.cumsum(units, 0)
     program = tl.program_id(0) * programs + tl.arange(0, programs)
+    in_tail = (tail_base > 0) & (program >= num_programs)
     at = tl.where(by_item, program, program * base + tl.minimum(program, extra))
+    at = tl.where(in_tail, tail_at + (program - num_programs) * tail_base, at)
     passed = ends[None, :] <= at[:, None]  # [programs, seqs]: sequences wholly before the range
     # [programs, seqs]: the sequence in which the range begins
     holds = (ends[None, :] > at[:, None]) & ((ends - units)[None, :] <= at[:, None])
@@ -140,16 +147,19 @@ def _plan_decode(
     longer = item_tiles % item_units
     tile = tl.where(by_item, in_item * split_tiles + tl.minimum(in_item, longer), in_item)
     count = tl.where(by_item, split_tiles + (in_item < longer).to(tl.int32), base + (program < extra).to(tl.int32))
+    count = tl.where(in_tail, tail_base, tl.where(program < used, count, 0))
     # Otherwise: the program that has the work item's first tile.
     item_at = at - in_item
     before = extra * (base + 1)  # tiles in the ranges of base + 1
     owner = tl.where(item_at < before, item_at // (base + 1), extra + (item_at - before) // tl.maximum(base, 1))
+    of_tail = num_programs + (item_at - tail_at) // tl.maximum(tail_base, 1)
+    owner = tl.where((tail_base > 0) & (item_at >= tail_at), of_tail, owner)
     record = tile_ranges + program * RECORD
-    in_bounds = program < num_programs
+    in_bounds = program < num_programs * (2 if tail_percent > 0 else 1)
     tl.store(record + SEQUENCE, sequence, mask=in_bounds)
     tl.store(record + HEAD, in_sequence // item_units, mask=in_bounds)
     tl.store(record + TILE, tile, mask=in_bounds)
-    tl.store(record + COUNT, tl.where(program < used, count, 0), mask=in_bounds)
+    tl.store(record + COUNT, count, mask=in_bounds)
     tl.store(record + SEQ_LEN, tl.sum(tl.where(holds, seq_len[None, :], 0), 1), mask=in_bounds)
     tl.store(record + FIRST_PROGRAM, tl.where(by_item, item_at, owner), mask=in_bounds)
     if shared_words is not None:
@@ -195,7 +205,8 @@ class DecodeTileScheduler:
         if num_programs is None:
             num_programs = _num_sms(device) * tiling.programs_per_sm
         group = num_heads // num_kv_heads
-        shape = ((cls.span_slots or 2) * num_programs, group, v_head_size)
+        num_ranges = num_programs * (2 if tiling.tail_percent else 1)
+        shape = ((cls.span_slots or 2) * num_ranges, group, v_head_size)
         return cls(
             num_kv_heads=num_kv_heads,
             group=group,
@@ -204,14 +215,19 @@ class DecodeTileScheduler:
             window=window,
             chunk=chunk,
             tiling=tiling,
-            tile_ranges=torch.zeros(num_programs, RECORD.value, dtype=torch.int32, device=device),
+            tile_ranges=torch.zeros(num_ranges, RECORD.value, dtype=torch.int32, device=device),
             partials=torch.full(shape, UNWRITTEN.value, dtype=torch.int64, device=device),
             barrier=torch.zeros(2, dtype=torch.int32, device=device),
         )
 
     @property
-    def num_programs(self) -> int:
+    def num_ranges(self) -> int:
         return self.tile_ranges.shape[0]
+
+    @property
+    def num_programs(self) -> int:
+        """Those that run at once: without those of the tail."""
+        return self.num_ranges // (2 if self.tiling.tail_percent else 1)
 
     @property
     def tile_rows(self) -> int:
@@ -243,7 +259,7 @@ class DecodeTileScheduler:
         assert num_seqs > 0
         assert shared is None or (self.window is None and self.chunk is None and not self.span_slots)
         self._launch_plan(
-            (triton.cdiv(self.num_programs, _PROGRAMS_PER_PLANNER),),
+            (triton.cdiv(self.num_ranges, _PROGRAMS_PER_PLANNER),),
             seq_lens,
             shared,
             self.tile_ranges,
@@ -263,7 +279,7 @@ class DecodeTileScheduler:
         )
 
     def _launch_plan(self, grid: tuple[int], *args: object, **constants: object) -> None:
-        _plan_decode[grid](*args, **constants)
+        _plan_decode[grid](*args, **constants, tail_percent=self.tiling.tail_percent)
 
 
 def _num_sms(device: torch.device) -> int:

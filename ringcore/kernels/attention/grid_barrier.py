@@ -14,7 +14,7 @@ _MAX_READS = tl.constexpr(1 << 20)
 
 
 @triton.jit
-def grid_barrier(state):
+def grid_barrier(state, num_programs):
     """Waits until every program of the launch has called this -> whether they have. What they wrote before is visible
     after; it is read past the L1 cache (.cg).
 
@@ -24,7 +24,7 @@ def grid_barrier(state):
     generation = tl.atomic_add(state + _GENERATION, 0, sem="relaxed", scope="gpu")
     tl.debug_barrier()  # all threads have written, and know the generation, before the program arrives
     arrived = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel", scope="gpu")
-    is_over = arrived == tl.num_programs(0) - 1
+    is_over = arrived == num_programs - 1
     if is_over:
         tl.atomic_xchg(state + _ARRIVED, 0, sem="relaxed", scope="gpu")
         tl.atomic_add(state + _GENERATION, 1, sem="release", scope="gpu")

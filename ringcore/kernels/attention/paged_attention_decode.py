@@ -109,7 +109,7 @@ def _launch_by_tiles(
     width, rows = padded_head_size(head_size), tile_scheduler.tile_rows
     pdl, tiling = supports_pdl(query.device), tile_scheduler.tiling
     for passes in prefixes.passes():
-        kernel = paged_decode_kernel[(tile_scheduler.num_programs,)](
+        kernel = paged_decode_kernel[(tile_scheduler.num_ranges,)](
             query,
             kv_cache,
             block_table,
@@ -166,7 +166,7 @@ def _launch_by_warps(
     page = PageLayout.of(kv_cache, head_size)
     combine_rows = ROWS.value if group > ROWS.value // 2 else ROWS.value // 2
     words = combine_rows * head_size // (32 * tiling.num_warps)  # of a thread, in one partial
-    kernel = warp_split_decode[(tile_scheduler.num_programs,)](
+    kernel = warp_split_decode[(tile_scheduler.num_ranges,)](
         query,
         kv_cache,
         block_table,
@@ -183,6 +183,7 @@ def _launch_by_warps(
         block_table.stride(0),
         num_seqs * num_heads,
         int(reads_early),
+        tile_scheduler.num_programs,
         num_kv_heads=page.num_kv_heads,
         group=group,
         combine_rows=combine_rows,

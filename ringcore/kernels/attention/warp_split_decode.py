@@ -50,7 +50,7 @@ __all__ = ["ROWS", "warp_split_decode"]
 ROWS = gl.constexpr(8)  # query heads of a KV head, at most: the columns of a product
 
 
-@gluon.jit(do_not_specialize=["table_stride", "span_rows", "unwritten"])
+@gluon.jit(do_not_specialize=["table_stride", "span_rows", "unwritten", "num_resident"])
 def warp_split_decode(
     query,
     kv_cache,
@@ -75,6 +75,7 @@ def warp_split_decode(
     table_stride,
     span_rows,
     unwritten,  # int: of the last tokens of a sequence, how many this step writes: 1, or 0: it may be more
+    num_resident,  # programs that run at once; others have ranges of the tail
     num_kv_heads: gl.constexpr,
     group: gl.constexpr,
     combine_rows: gl.constexpr,  # group or more: ROWS, or half of it
@@ -95,6 +96,10 @@ def warp_split_decode(
     """One loop over the work items of the range, and in it one over their tiles, whose copies run `stages` ahead."""
     if pdl:
         gdc_launch_dependents()
+    program = gl.program_id(0)
+    sequence, kv_head, tile, count, seq_len, first_program, _, shared = load_range(tile_ranges, program)
+    if (count == 0) & (program >= num_resident):
+        return
     tile_tokens: gl.constexpr = WARP_TOKENS * num_warps
     dtype: gl.constexpr = query.dtype.element_ty
     summed: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
@@ -112,10 +117,8 @@ def warp_split_decode(
     maxima_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     maxima = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS], maxima_layout)
     sums = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS], maxima_layout)
-    program = gl.program_id(0)
     # Per step, like the tables: see `paged_attention_decode`.
     num_units = program * 0 if shared_words is None else gl.load(units, cache_modifier=".cg")
-    sequence, kv_head, tile, count, seq_len, first_program, _, shared = load_range(tile_ranges, program)
     # An empty range: its sequence may be one that there is not.
     sequence, kv_head = gl.where(count > 0, sequence, 0), gl.where(count > 0, kv_head, 0)
     tile, seq_len = gl.where(count > 0, tile, 0), gl.where(count > 0, seq_len, 0)
@@ -127,7 +130,7 @@ def warp_split_decode(
         scale_log2, unwritten = attend_prefixes(
             query, kv_cache, block_table, ring[0], ring[1], units, num_units, members, prefixes, prefix_lse, barrier,
             cos_sin, norm_weight, eps, span_rows, scale_log2, softcap_log2, unwritten, query_stride, table_stride,
-            num_kv_heads, group, block_size, value_offset, head_stride, page_size, pdl,
+            num_resident, num_kv_heads, group, block_size, value_offset, head_stride, page_size, pdl,
         )  # fmt: skip
     # Of the work item that is attended to; the next tile's sequence, head and place are of the tile that is copied.
     item_sequence, item_head, item_tile, item_len, item_shared = sequence, kv_head, tile, seq_len, shared

@@ -104,8 +104,8 @@ def _attend_unit(
 def attend_prefixes(
     query, kv_cache, block_table, keys, values, units, num_units, members, prefixes, prefix_lse, barrier, cos_sin,
     norm_weight, eps, span_rows, scale_log2, softcap_log2, unwritten, query_stride, table_stride,
-    num_kv_heads: gl.constexpr, group: gl.constexpr, block_size: gl.constexpr, value_offset: gl.constexpr,
-    head_stride: gl.constexpr, page_size: gl.constexpr, pdl: gl.constexpr,
+    num_resident, num_kv_heads: gl.constexpr, group: gl.constexpr, block_size: gl.constexpr,
+    value_offset: gl.constexpr, head_stride: gl.constexpr, page_size: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Where there are units: waits for the kernel before, computes this program's share of them, and waits for all
     others -> scale_log2, NaN if they do not end, and 0: every token is written, but for those that this kernel itself
@@ -117,13 +117,13 @@ def attend_prefixes(
     if num_units > 0:
         if pdl:
             gdc_wait()
-        for at in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        for at in range(gl.program_id(0), num_units, num_resident):
             _attend_unit(
                 query, kv_cache, block_table, keys, values, load_unit(units, at, num_units), members, prefixes,
                 prefix_lse, cos_sin, norm_weight, eps, span_rows, scale_log2, softcap_log2, query_stride, table_stride,
                 num_kv_heads, group, block_size, value_offset, head_stride, page_size,
             )  # fmt: skip
-        scale_log2 = gl.where(grid_barrier(barrier), scale_log2, float("nan"))
+        scale_log2 = gl.where(grid_barrier(barrier, num_resident), scale_log2, float("nan"))
         if cos_sin is None:
             unwritten = 0
     return scale_log2, unwritten
