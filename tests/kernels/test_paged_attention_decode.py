@@ -235,7 +235,9 @@ def test_programs_of_the_tail_take_part_in_the_same_contexts(device) -> None:
     batch = PagedBatch.make([(1, n) for n in (700, 2, 0, 900, 65, 3000)], device=device, head_size=64)
     num_heads, num_kv_heads = batch.query.shape[1], batch.kv_cache.shape[2]
     tiling = DecodeTiling.choose(6, 64, batch.query.dtype)._replace(tail_percent=30)
-    tile_scheduler = DecodeTileScheduler.allocate(num_heads, num_kv_heads, 64, tiling, batch.query.device, num_programs=4)
+    tile_scheduler = DecodeTileScheduler.allocate(
+        num_heads, num_kv_heads, 64, tiling, batch.query.device, num_programs=4
+    )
     tile_scheduler.plan(batch.seq_lens)
     assert tile_scheduler.tile_ranges[4:, 3].min() > 0
     tables = (batch.block_table, batch.seq_lens)

@@ -70,9 +70,9 @@ class DecodeTiling(NamedTuple):
             | (64, 4, 4, 2, 2) |     4.5 |     6.9 |     12.3 |         140 |        136 |
             | (64, 4, 2, 3, 2) |     4.8 |     8.0 |     13.8 |         137 |        143 |
 
-        A tail of ranges, of 10% of an even one, in bfloat16, without and with: 256 x 1,000 tokens 248.1 and 243.1 us, 256
-        x 550 144.3 and 141.0, 256 x 300 to 800 150.2 and 146.1, 4 KV heads 134.3 and 131.4, 128 x 550 75.8 and 75.3,
-        64 x 550 41.7 and 43.1. Two waves, of 7 and 3%, are no better. In FP8 256 x 1,000 take 137.0 and 138.8.
+        A tail of ranges, of 10% of an even one, in bfloat16, without and with: 256 x 1,000 tokens 248.1 and 243.1 us,
+        256 x 550 144.3 and 141.0, 256 x 300 to 800 150.2 and 146.1, 4 KV heads 134.3 and 131.4, 128 x 550 75.8 and
+        75.3, 64 x 550 41.7 and 43.1. Two waves, of 7 and 3%, are no better. In FP8 256 x 1,000 take 137.0 and 138.8.
 
         The last two columns are of pages with the exponents behind each head's codes. With all at the end of a page
         they are 139 and 135 by `choose`, 138 and 134 by (64, 4, 4, 2, 2).
