@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 
-__all__ = ["import_path", "interpreter_flags"]
+__all__ = ["die_with", "import_path", "interpreter_flags"]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def interpreter_flags() -> list[str]:
@@ -27,3 +31,12 @@ def interpreter_flags() -> list[str]:
 def import_path() -> list[str]:
     """`sys.path`, as JSON can say it."""
     return [os.fsencode(folder).decode("utf-8", "surrogateescape") for folder in sys.path]
+
+
+def die_with(parent: int) -> None:
+    """This process, `parent`'s child, is killed when the thread ends that started it (prctl(2)), and by nothing that a
+    terminal sends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,7 +1,7 @@
 """The worker's entry point, which an executor loads by name in the worker process: the only link between the columns.
 
 torch is imported when a worker is created, not with this module, so that the GPU's context is created concurrently,
-and processes that compile kernels import it too.
+and processes that compile kernels import it too, and one reads names in transformers' files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ringcore.config import EngineConfig
 from ringcore.errors import ConfigError
 from ringcore.worker.start_up.compilers import begin_compilers, drop_compilers
 from ringcore.worker.start_up.gpu_context import begin_gpu_context
+from ringcore.worker.start_up.import_names import begin_reading_names
 
 if TYPE_CHECKING:
     from ringcore.worker.worker import Worker
@@ -29,6 +30,7 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str | None) -> Wo
     if config.device.device != "cpu":
         begin_gpu_context(config.parallel.layout.local_rank(rank))
         begin_compilers(config.parallel.layout.num_local_ranks(rank))
+    begin_reading_names(config, rank)
     import torch
 
     if config.device.device != "cpu" and not torch.cuda.is_available():  # a driver, and no GPU

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import Sequence
 
@@ -14,27 +12,26 @@ import msgspec
 import triton.experimental.gluon  # noqa: F401  (with the front ends, before the processes are forked)
 from triton.backends.nvidia import driver
 
+from ringcore.host.interpreter import die_with
 from ringcore.kernels.launch.compile_processes import MAX_MESSAGE_BYTES, CompileRequest
 from ringcore.kernels.launch.precompile import Variant, hash_compiler
 from ringcore.kernels.launch.target_only import compile_for
 
 __all__ = ["serve"]
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _log = logging.getLogger(__name__)
 
 
 def serve(fds: Sequence[int], parent: int) -> None:
     """Forks a process for each socket, and ends when they have; when one ended otherwise than by a closed socket, it
     ends them all."""
-    _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the process that started them decides
+    die_with(parent)
     hash_compiler()
     own, children = os.getpid(), set[int]()
     for fd in fds:
         child = os.fork()
         if child == 0:
-            _die_with(own)
+            die_with(own)
             for other in fds:
                 if other != fd:
                     os.close(other)
@@ -50,13 +47,6 @@ def serve(fds: Sequence[int], parent: int) -> None:
             _log.warning("a process that compiles kernels ended with status %d", status)
             os._exit(1)  # which kills the others
         children.discard(child)
-
-
-def _die_with(parent: int) -> None:
-    """prctl(2): the signal comes when the parent's thread ends that started this process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _compile_all(channel: socket.socket) -> None:

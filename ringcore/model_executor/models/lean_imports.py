@@ -20,7 +20,7 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
-from ringcore.model_executor.models.import_structure import kept_import_structure
+from ringcore.host.import_structure import kept_import_structure
 
 __all__ = ["without_compiler"]
 

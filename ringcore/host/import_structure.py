@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -25,11 +26,12 @@ from typing import Any
 from ringcore.host.cache_folder import our_cache_folder
 from ringcore.host.measurements import Measurements
 
-__all__ = ["kept_import_structure"]
+__all__ = ["has_import_structure", "keep_import_structure", "kept_import_structure"]
 
 _MODULE, _FUNCTION = "transformers.utils.import_utils", "define_import_structure"
 _MODELS = ("transformers", "models")  # the folder whose structure is kept
 _INFO = ".dist-info", ".egg-info", ".egg"  # how names of folders end that describe a distribution
+_STRUCTURE = "structure"
 _BETWEEN = ","  # backends that a module needs
 
 _Structure = dict[frozenset[str], dict[str, set[str]]]  # by backends and module: the names that it exports
@@ -45,6 +47,22 @@ def kept_import_structure() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+
+
+def keep_import_structure() -> None:
+    """Imports transformers, and so reads what is not kept."""
+    with kept_import_structure():
+        importlib.import_module(_MODULE)
+
+
+def has_import_structure() -> bool:
+    """Whether it is kept, or cannot be."""
+    spec = PathFinder.find_spec(_MODELS[0])
+    if spec is None or spec.origin is None:
+        return True
+    kept = _kept_measurements()
+    key = _key(Path(spec.origin).parent / _MODELS[1])
+    return kept.read(key, _STRUCTURE, _decoded) is not None or not kept.can_record()
 
 
 class _Finder(MetaPathFinder):
@@ -80,8 +98,7 @@ def _kept_packages() -> Iterator[None]:
     own = importlib.metadata.packages_distributions
 
     def packages_distributions() -> Mapping[str, list[str]]:
-        kept = Measurements(Path(our_cache_folder("imports")))
-        found = kept.recorded({"installed": _installed()}, "packages", _packages, dict, own)
+        found = _kept_measurements().recorded({"installed": _installed()}, "packages", _packages, dict, own)
         return own() if found is None else found
 
     importlib.metadata.packages_distributions = packages_distributions
@@ -128,12 +145,18 @@ def _kept(define: _Define) -> _Define:
 
 
 def _recorded(folder: Path, define: Callable[[], _Structure]) -> _Structure:
+    found = _kept_measurements().recorded(_key(folder), _STRUCTURE, _decoded, _encoded, define)
+    return define() if found is None else found
+
+
+def _key(folder: Path) -> dict[str, str]:
     with os.scandir(folder) as entries:
         changed = max((entry.stat().st_mtime_ns for entry in entries), default=0)
-    key = {"transformers": version("transformers"), "folder": os.fspath(folder), "changed": str(changed)}
-    kept = Measurements(Path(our_cache_folder("imports")))
-    found = kept.recorded(key, "structure", _decoded, _encoded, define)
-    return define() if found is None else found
+    return {"transformers": version("transformers"), "folder": os.fspath(folder), "changed": str(changed)}
+
+
+def _kept_measurements() -> Measurements:
+    return Measurements(Path(our_cache_folder("imports")))
 
 
 def _encoded(structure: _Structure) -> Any:

@@ -12,11 +12,11 @@ import textwrap
 
 import pytest
 
-from ringcore.model_executor.models.import_structure import kept_import_structure
+from ringcore.host.import_structure import has_import_structure, kept_import_structure
 
 REAL = """
     from pathlib import Path
-    from ringcore.model_executor.models.import_structure import kept_import_structure
+    from ringcore.host.import_structure import kept_import_structure
 
     with kept_import_structure():
         import transformers
@@ -110,6 +110,19 @@ def test_without_a_folder_to_keep_it(made, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(made / "models" / "names"))
     for _ in range(2):
         assert use(made) == (1, ["One", "Other"])
+
+
+def test_whether_it_is_kept(made, monkeypatch):
+    assert not has_import_structure()
+    use(made)
+    assert has_import_structure()
+    (made / "models" / "other").write_text("")
+    os.utime(made / "models" / "other", (1 << 31, 1 << 31))
+    assert not has_import_structure()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(made / "models" / "names"))
+    assert has_import_structure(), "it cannot be kept: nothing is to be read ahead"
+    monkeypatch.setattr(sys, "path", [])
+    assert has_import_structure(), "nothing is installed"
 
 
 def ask_for_packages(folder):
