@@ -62,7 +62,7 @@ def has_import_structure() -> bool:
         return True
     kept = _kept_measurements()
     key = _key(Path(spec.origin).parent / _MODELS[1])
-    return kept.read(key, _STRUCTURE, _decoded) is not None or not kept.can_record()
+    return kept.read(key, _STRUCTURE, bool) or not kept.can_record()
 
 
 class _Finder(MetaPathFinder):
