@@ -14,8 +14,15 @@ equal splits that are little longer than the even ranges:
     work items  |------ a ------|----- b -----|------- c -------|----- d -----|
     programs    |.. 0 ..|.. 1 ..|. 2 .|.. 3 ..|.. 4 ...|... 5 ..|. 6 .|.. 7 ..|
 
-The schedule depends on the sequence lengths alone. A kernel computes it once per step for all layers, so no launch
-argument depends on a number that the host would have to know.
+Multiprocessors differ in how fast they read. So even ranges may be shorter and followed by a tail: as many more
+programs, each with a small part, which the device starts where others have ended.
+
+    work items  |----- a -----|- b -|------------- c -------------|-- d --|
+    programs    |.... 0 ....|.... 1 ....|.... 2 ....|.... 3 ....|4|5|6|7|
+
+A program waits for partials of earlier ones alone, and those start before it. The schedule depends on the sequence
+lengths alone. A kernel computes it once per step for all layers, so no launch argument depends on a number that the
+host would have to know.
 """
 
 from __future__ import annotations
