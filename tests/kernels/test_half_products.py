@@ -102,6 +102,23 @@ def test_an_outlier_costs_bits_of_its_own_chunk_alone(device, kind, monkeypatch)
     assert error(multiply(x, weight, kind), expected) < 1.5e-3
 
 
+@pytest.mark.parametrize("num_inputs", [256, 1280, 4864])
+@pytest.mark.parametrize("kind", ["w4 channel", "w4 asym wide", "awq wide"])
+def test_tiles_as_they_are_chosen(device, kind, num_inputs, monkeypatch):
+    """Neither outputs nor inputs are whole tiles."""
+    weight, expanded = packed(kind, random(40, num_inputs), device, monkeypatch, torch.float16)
+    x, gain = random(1, num_inputs, seed=2).to(device, torch.float16), random(num_inputs, seed=3).to(device)
+    for is_gated in (False, True):
+        num_outputs = 20 if is_gated else 40
+        config = weight.choose(num_outputs, num_inputs, 1, is_gated=is_gated)
+        assert isinstance(config, PackedFmaConfig)
+        options = {"norm": RowNorm(gain, 1e-5), "activation": "silu" if is_gated else None}
+        out = torch.empty(1, num_outputs, device=device)
+        assert skinny_linear(x, weight, config, out=out, **options) is out
+        limit = 3e-3 if is_gated else 1.5e-3
+        assert error(out, skinny_linear_reference(x.float(), expanded.float(), **options)) < limit
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
 @pytest.mark.parametrize(("row_group", "block_inputs"), [(128, 256), (128, 512), (384, 512)])
 def test_rows_that_are_rounded_to_fp8_are_multiplied_as_codes(device, row_group, block_inputs, dtype):
