@@ -143,7 +143,9 @@ def _packed_fma(num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: b
         num_warps, programs = (4, 2) if num_inputs <= 12288 else (8, 1)
         return PackedFmaConfig(4, block_inputs, num_warps, programs * NUM_SMS)
     if is_gated:
-        return _gated_fma(num_inputs)
+        # Two programs of four warps for one of eight: 0.2 us less with AWQ's zeros, 1.4 in symmetric groups.
+        is_measured = 2048 < num_inputs <= _FMA_BLOCK
+        return PackedFmaConfig(8, _WARP_BLOCK, 4, 2 * NUM_SMS) if is_measured else _gated_fma(num_inputs)
     if num_inputs <= _WARP_BLOCK:
         return PackedFmaConfig(_tile_outputs(num_outputs), block_inputs, 4, 2 * NUM_SMS)
     return PackedFmaConfig(16 if num_outputs >= _FILLED * NUM_SMS * 16 else 8, _WARP_BLOCK, 8, NUM_SMS)
