@@ -385,3 +385,23 @@ def test_keys_and_values_are_copied_before_the_wait(tmp_path) -> None:
     assert len(lines) == 4
     # Early: of a thread a key and a value of eight tokens; in FP8 of two or four, and their exponents.
     assert all(line == ["True", "0", "True"] for line in lines), lines
+
+
+PLANS = """
+    import triton_for_sm90
+    import torch
+    from ringcore.kernels.attention.decode_scheduler import DecodeTileScheduler
+    from ringcore.kernels.attention.decode_tiling import DecodeTiling
+    from ringcore.kernels.launch.precompile import intercept_launches
+
+    with intercept_launches() as found:
+        for num_seqs, tail_percent in ((8, 0), (200, 10)):
+            tiling = DecodeTiling(64, 4, 3, 2, 2, 4, by_warps=True, whole_tiles=3, tail_percent=tail_percent)
+            scheduler = DecodeTileScheduler.allocate(32, 8, 128, tiling, torch.device("cpu"), num_programs=264)
+            scheduler.plan(*torch.zeros(2, num_seqs, dtype=torch.int32))
+    print(len(found))
+"""
+
+
+def test_no_number_of_rows_compiles_a_plan_of_its_own(tmp_path) -> None:
+    assert run(PLANS, tmp_path).split() == ["1"]

@@ -103,20 +103,20 @@ def split_items(
     return seq_len, shared, tiles, splits, by_item, tl.where(by_item, num_splits, used), base, extra
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "tail_percent"])
 def _plan_decode(
     seq_lens,
     shared_words,  # or None
     tile_ranges,
     num_seqs,
     num_programs,
+    tail_percent,  # of `DecodeTiling`: no constant, for which steps of some numbers of rows would compile the kernel
     num_kv_heads: tl.constexpr,
     window: tl.constexpr,
     chunk: tl.constexpr,
     tile_tokens: tl.constexpr,
     min_tiles: tl.constexpr,
     whole_tiles: tl.constexpr,
-    tail_percent: tl.constexpr,  # of `DecodeTiling`
     skips_empty: tl.constexpr,
     seqs: tl.constexpr,  # num_seqs or more, a power of two
     programs: tl.constexpr,
@@ -162,7 +162,7 @@ def _plan_decode(
     of_tail = num_programs + (item_at - tail_at) // tl.maximum(tail_base, 1)
     owner = tl.where((tail_base > 0) & (item_at >= tail_at), of_tail, owner)
     record = tile_ranges + program * RECORD
-    in_bounds = program < num_programs * (2 if tail_percent > 0 else 1)
+    in_bounds = program < num_programs * tl.where(tail_percent > 0, 2, 1)
     tl.store(record + SEQUENCE, sequence, mask=in_bounds)
     tl.store(record + HEAD, in_sequence // item_units, mask=in_bounds)
     tl.store(record + TILE, tile, mask=in_bounds)

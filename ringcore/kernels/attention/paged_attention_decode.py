@@ -105,6 +105,7 @@ def _launch_by_tiles(
 ) -> None:
     """factors: from `score_factors`."""
     num_seqs, num_heads, head_size = query.shape
+    assert prefixes.units is None or tile_scheduler.num_ranges == tile_scheduler.num_programs
     page = PageLayout.of(kv_cache, head_size)
     width, rows = padded_head_size(head_size), tile_scheduler.tile_rows
     pdl, tiling = supports_pdl(query.device), tile_scheduler.tiling
