@@ -39,6 +39,7 @@ def started(monkeypatch, tmp_path) -> list[subprocess.Popen]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     replaced = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(import_names, "subprocess", replaced)
+    monkeypatch.setattr(import_names, "is_own_process", lambda: True)
     return found
 
 
@@ -57,6 +58,12 @@ def test_a_native_model_and_other_ranks_read_none(started, spec_type, rank):
     assert not started
 
 
+def test_an_application_that_is_the_worker_itself_reads_none(started, monkeypatch):
+    monkeypatch.setattr(import_names, "is_own_process", lambda: False)
+    begin_reading_names(config_of(), 0)
+    assert not started
+
+
 def test_a_process_that_cannot_be_started_is_told(started, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     begin_reading_names(config_of(), 0)
@@ -66,7 +73,9 @@ def test_a_process_that_cannot_be_started_is_told(started, monkeypatch, caplog):
 DYING = """
 import sys, time
 sys.path.insert(0, "tests/worker")
+from ringcore.host.own_process import mark_own_process
 from test_import_names import begin_reading_names, config_of
+mark_own_process()
 begin_reading_names(config_of(), 0)
 time.sleep(100)
 """

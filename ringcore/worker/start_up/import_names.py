@@ -14,6 +14,7 @@ from ringcore.checkpoint import TransformersSpec
 from ringcore.config import EngineConfig
 from ringcore.host.import_structure import has_import_structure
 from ringcore.host.interpreter import import_path, interpreter_flags
+from ringcore.host.own_process import is_own_process
 
 __all__ = ["begin_reading_names"]
 
@@ -30,9 +31,11 @@ _log = logging.getLogger(__name__)
 
 
 def begin_reading_names(config: EngineConfig, rank: int) -> None:
-    """The first rank of a host does, where the model's modules are transformers'. Who needs the names while they are
-    read waits for the lock of their file, and reads them itself if this process failed."""
-    is_wanted = isinstance(config.model.spec, TransformersSpec) and not config.parallel.layout.local_rank(rank)
+    """The first rank of a host does, where the model's modules are transformers'; not in an application's own process,
+    which imports transformers as it always is. Who needs the names while they are read waits for the lock of their
+    file, and reads them itself if this process failed."""
+    is_by_transformers = isinstance(config.model.spec, TransformersSpec)
+    is_wanted = is_by_transformers and is_own_process() and not config.parallel.layout.local_rank(rank)
     if not is_wanted or has_import_structure():
         return
     header = json.dumps({"path": import_path(), "parent": os.getpid()})
