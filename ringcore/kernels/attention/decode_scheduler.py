@@ -110,7 +110,7 @@ def _plan_decode(
     tile_ranges,
     num_seqs,
     num_programs,
-    tail_percent,  # of `DecodeTiling`: no constant, for which steps of some numbers of rows would compile the kernel
+    tail_percent,  # of `DecodeTiling`; a constant would be a variant, compiled by the first step of many rows
     num_kv_heads: tl.constexpr,
     window: tl.constexpr,
     chunk: tl.constexpr,
