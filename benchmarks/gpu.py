@@ -54,6 +54,7 @@ DECODE_LOADS = (
 )
 WHAT = ("decode", "prefill", "offline", "shared")
 _COMMON_PARTS = ("decode 1", "decode 8", "decode 32", "decode 64", "offline")
+_QUANTIZED_PARTS = ("decode 1", "decode 8", "decode 32", "decode 64", "decode 256", "offline")
 _MIXTURE_PARTS = ("decode 1", "decode 8", "decode 32", "decode 256", "prefill", "offline")
 # What is measured of each model where nothing else is said; of the others `_COMMON_PARTS`.
 PARTS = {
@@ -61,6 +62,8 @@ PARTS = {
     "Qwen3-0.6B": ("decode 1", "decode 32", "decode 256", "offline", "shared"),
     "Qwen3-4B": (*_COMMON_PARTS, "shared"),
     "Qwen3-8B": ("decode 1", "decode 32", "decode 256", "prefill", "offline"),
+    "Qwen3-8B-FP8": _QUANTIZED_PARTS,
+    "Qwen3-8B-AWQ": _QUANTIZED_PARTS,
     "Qwen3-30B-A3B": _MIXTURE_PARTS,
     "Qwen3-30B-A3B-FP8": _MIXTURE_PARTS,
 }
@@ -99,29 +102,33 @@ class Gpu(Benchmark):
 
     def run(self, plan: Plan) -> Findings:
         options = plan.options
-        models, parts = find_published(options.models), chosen_parts(options.what, options.batches)
+        models = find_published(options.models)
+        parts = {model.name: chosen_parts(model.name, options.what, options.batches) for model in models}
         deadline = Deadline(options.seconds)
         ceilings = measure_ceilings(options.device, options.dtype)
         session = _Session(plan, ceilings, deadline)
         with tempfile.TemporaryDirectory(prefix="models-") as folder:
             for model in models:
                 if deadline.allows(model.name):
-                    of_model = PARTS.get(model.name, _COMMON_PARTS)
-                    session.measure(model, Path(folder), [part for part in of_model if part in parts])
+                    session.measure(model, Path(folder), parts[model.name])
         return session.findings()
 
 
-def chosen_parts(what: str, batches: str | None) -> list[str]:
-    """The parts of `PARTS` that the options name. Raises `BenchmarkError` for what there is not."""
+def chosen_parts(model: str, what: str, batches: str | None) -> list[str]:
+    """Of `PARTS`, those that `what` names; batches that are named are measured of every model. Raises `BenchmarkError`
+    for what there is not."""
     names = what.split(",")
     if unknown := [name for name in names if name not in WHAT]:
         raise BenchmarkError(f"--what {what}: no {unknown[0]!r}; there are: {', '.join(WHAT)}", what=what)
     known = [str(load.batch) for load in DECODE_LOADS]
-    wanted = batches.split(",") if batches else known
+    wanted = batches.split(",") if batches else []
     if unknown := [batch for batch in wanted if batch not in known]:
         raise BenchmarkError(f"--batches {batches}: no {unknown[0]!r}; there are: {', '.join(known)}", batches=batches)
-    decode = [f"decode {batch}" for batch in wanted] if "decode" in names else []
-    return decode + [name for name in names if name != "decode"]
+    of_model = [part for part in PARTS.get(model, _COMMON_PARTS) if part.split()[0] in names]
+    if not wanted or "decode" not in names:
+        return of_model
+    decodes = [f"decode {batch}" for batch in known if batch in wanted]
+    return decodes + [part for part in of_model if not part.startswith("decode")]
 
 
 def measure_ceilings(device: str, dtype: str) -> Ceilings:

@@ -231,14 +231,18 @@ def test_kernels_are_grouped_by_what_remains_of_their_names() -> None:
     assert (row.name, row.unit, row.samples) == ("m, offline, all requests by the clock", "ms", {"ringcore": [0.03]})
 
 
-def test_options_choose_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chosen_parts("decode,offline", None) == ["decode 1", "decode 3", "offline"]
-    assert chosen_parts("decode", "3") == ["decode 3"]
-    assert chosen_parts("prefill", None) == ["prefill"]
+def test_options_choose_what_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.PARTS, "m", ("decode 1", "offline", "prefill"))
+    assert chosen_parts("m", "decode,offline", None) == ["decode 1", "offline"]
+    assert chosen_parts("m", "prefill", None) == ["prefill"]
+    assert chosen_parts("m", "prefill", "3") == ["prefill"]
+    # A batch that is named is measured of a model that has no such part.
+    assert chosen_parts("m", "decode", "3") == ["decode 3"]
+    assert chosen_parts("m", "offline,decode", "3,1") == ["decode 1", "decode 3", "offline"]
     with pytest.raises(BenchmarkError, match="no 'speed'; there are: decode, prefill, offline, shared"):
-        chosen_parts("speed", None)
+        chosen_parts("m", "speed", None)
     with pytest.raises(BenchmarkError, match="--batches 2: no '2'; there are: 1, 3"):
-        chosen_parts("decode", "2")
+        chosen_parts("m", "decode", "2")
     assert Deadline(None).allows("all")
     assert not Deadline(-1.0).allows("a model")
     assert "left out for lack of time: a model" in capsys.readouterr().err

@@ -57,6 +57,7 @@ __all__ = ["DecodeTileScheduler", "split_items"]
 _SLACK_PERCENT = tl.constexpr(15)
 _MAX_SLACK_TILES = tl.constexpr(2)
 _MAX_ELEMENTS_PER_THREAD = 32  # in the partials of one combine round: registers
+_FEW_SEQS = 16  # a plan of 256 takes 4 us
 _PROGRAMS_PER_PLANNER = 8  # programs of the attention kernel that one program of the planning kernel schedules
 
 
@@ -279,7 +280,7 @@ class DecodeTileScheduler:
             min_tiles=self.tiling.min_tiles,
             whole_tiles=self.tiling.whole_tiles,
             skips_empty=skips_empty,
-            seqs=max(256, triton.next_power_of_2(num_seqs)),  # few distinct values: each one is a compilation
+            seqs=_padded_seqs(num_seqs, is_captured=skips_empty),
             programs=_PROGRAMS_PER_PLANNER,
             pdl=pdl,
             **launch_options(pdl),
@@ -287,6 +288,11 @@ class DecodeTileScheduler:
 
     def _launch_plan(self, grid: tuple[int], *args: object, **constants: object) -> None:
         _plan_decode[grid](*args, **constants, tail_percent=self.tiling.tail_percent)
+
+
+def _padded_seqs(num_seqs: int, is_captured: bool) -> int:
+    """Few values: each is a compilation, and steps that are not captured have any number of sequences."""
+    return _FEW_SEQS if is_captured and num_seqs <= _FEW_SEQS else max(256, triton.next_power_of_2(num_seqs))
 
 
 def _num_sms(device: torch.device) -> int:

@@ -25,7 +25,7 @@ from ringcore.kernels.linears.weight_groups import has_quads
 from ringcore.kernels.linears.weight_loads import spread_columns
 from ringcore.kernels.packed_math import power_of_2
 
-__all__ = ["chunk_inputs", "has_offset", "load_row", "sums_of_chunks"]
+__all__ = ["chunk_inputs", "has_offset", "load_gains", "load_row", "sums_of_chunks"]
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 # An input is below 2^(n + 1), half of a chunk's products below 65504: 8 of e4m3 or bytes, 16 of nibbles less zeros.
@@ -47,18 +47,30 @@ def has_offset(layout):
 
 @triton.jit
 def _load_block(row, at, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
-    """Eight tiles of float32, out of bounds 0; of a row [num_inputs], or of n, where `row` points to each of them,
-    [n, 1]."""
+    """Tiles as they are in memory, out of bounds 0, see `_numbers`; of a row [num_inputs], or of n, where `row` points
+    to each of them, [n, 1]."""
     found = ()
     if has_quads(layout):
         inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)[None, :]
         for part in tl.static_range(4):
-            found += tl.split(_in_twos(_load_in_bounds(row, inputs + part * layout[7], num_inputs)))
+            found += (_load_in_bounds(row, inputs + part * layout[7], num_inputs),)
     else:
         index = tl.arange(0, block_inputs // 2)
         inputs = at + (index // 8 * 16 + index % 8)[None, :]
         for half in tl.static_range(2):
-            even, odd = tl.split(_in_twos(_load_in_bounds(row, inputs + half * 8, num_inputs)))
+            found += (_load_in_bounds(row, inputs + half * 8, num_inputs),)
+    return found
+
+
+@triton.jit
+def _numbers(loaded, layout: tl.constexpr):
+    """What `_load_block` loaded, as eight tiles of float32."""
+    found = ()
+    for part in tl.static_range(len(loaded)):
+        even, odd = tl.split(_in_twos(loaded[part].to(tl.float32)))
+        if has_quads(layout):
+            found += (even, odd)
+        else:
             a, c = tl.split(_in_twos(even))
             b, d = tl.split(_in_twos(odd))
             found += (a, b, c, d)
@@ -72,7 +84,7 @@ def _in_twos(tile):
 
 @triton.jit
 def _load_in_bounds(row, inputs, num_inputs: tl.constexpr):
-    return tl.load(row + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32)
+    return tl.load(row + inputs, mask=inputs < num_inputs, other=0.0)
 
 
 @triton.constexpr_function
@@ -84,18 +96,30 @@ def _prepared_inputs(num_inputs, block_inputs, num_rows, is_exact):
 
 
 @triton.jit
+def load_gains(
+    gain, num_inputs: tl.constexpr, block_inputs: tl.constexpr, is_exact: tl.constexpr, layout: tl.constexpr
+):
+    """What `load_row` takes of a norm's weight [num_inputs]. A program loads it before it waits for the row: of what
+    all programs read from the L2 cache after the wait it would be a third."""
+    found = ()
+    prepared: tl.constexpr = _prepared_inputs(num_inputs, block_inputs, 1, is_exact)
+    for at in tl.static_range(0, num_inputs, prepared):
+        found += (_load_block(gain, at, num_inputs, prepared, layout),)
+    return found
+
+
+@triton.jit
 def load_row(
     x,
-    gain,
+    gains,
     num_inputs: tl.constexpr,
     block_inputs: tl.constexpr,
-    has_norm: tl.constexpr,
     row_group: tl.constexpr,
     is_exact: tl.constexpr,
     layout: tl.constexpr,
 ):
-    """A row [num_inputs], times the gain and rounded to FP8 if it is to be: of each block of inputs (tiles, factors),
-    and the sum of its squares. x: a pointer to it; or to each of n rows, [n, 1], without a norm.
+    """A row [num_inputs], times gains and rounded to FP8 if it is to be: of each block of inputs (tiles, factors), and
+    the sum of its squares. x: a pointer to it; or to each of n rows, [n, 1], without a norm. gains: () without one.
 
     Where is_exact: tiles [1, words] of float32, one for each number of a word, and the sums of chunks [1, chunks] if
     there is an offset. Else tiles [1, chunks, 4] of `joined_pairs`, and the factors of chunks by which sums of products
@@ -106,13 +130,13 @@ def load_row(
     blocks = ()
     squares = tl.zeros([1, prepared // 8], tl.float32)
     for at in tl.static_range(0, num_inputs, prepared):
-        tiles = _load_block(x, at, num_inputs, prepared, layout)
-        if has_norm:
-            gains = _load_block(gain, at, num_inputs, prepared, layout)
+        tiles = _numbers(_load_block(x, at, num_inputs, prepared, layout), layout)
+        if len(gains) > 0:
+            of_block = _numbers(gains[at // prepared], layout)
             times_gains = ()
             for part in tl.static_range(8):
                 squares += tiles[part] * tiles[part]
-                times_gains += (tiles[part] * gains[part],)
+                times_gains += (tiles[part] * of_block[part],)
             tiles = times_gains
         blocks += (tiles,)
     scales = ()

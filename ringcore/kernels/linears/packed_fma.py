@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ringcore.kernels.activation import activated
 from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, supports_pdl
-from ringcore.kernels.linears.fma_row import load_row
+from ringcore.kernels.linears.fma_row import load_gains, load_row
 from ringcore.kernels.linears.packed_gemv import chunk_products, load_outputs, sums_of_both
 from ringcore.kernels.linears.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.linears.round_rows import RowNorm
@@ -134,20 +134,23 @@ def packed_fma_kernel(
         *(weight, packed, tl.program_id(0), num_outputs, num_inputs, block_inputs, block_outputs),
         has_one_scale, is_gated, layout,
     )  # fmt: skip
+    gains = ()
+    if has_norm:
+        gains = load_gains(gain, num_inputs, block_inputs, is_exact, layout)
     if pdl:
         gdc_wait()
     loaded_rows = ()
     factors = ()
     for row in tl.static_range(num_rows):
-        of_row, squares = load_row(
-            x + row * num_inputs, gain, num_inputs, block_inputs, has_norm, row_group, is_exact, layout
-        )
+        of_row, squares = load_row(x + row * num_inputs, gains, num_inputs, block_inputs, row_group, is_exact, layout)
         loaded_rows += (of_row,)
         factors += (tl.rsqrt(squares / num_inputs + eps),)
     for tile in tl.range(tl.program_id(0), num_tiles, step):
         rows = _rows_of(tile, num_outputs, block_outputs, block_outputs)
+        # After the last tile itself again: all programs would read the same last outputs, and wait for them to end.
+        ahead = tl.where(tile + step < num_tiles, tile + step, tile)
         following = _load_tile(
-            *(weight, packed, tile + step, num_outputs, num_inputs, block_inputs, block_outputs),
+            *(weight, packed, ahead, num_outputs, num_inputs, block_inputs, block_outputs),
             has_one_scale, is_gated, layout,
         )  # fmt: skip
         if tile < num_outputs:  # always: ptxas moves the products above none of the loads, where a branch is between

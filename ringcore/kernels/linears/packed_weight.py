@@ -78,9 +78,14 @@ class PackedWeight:
         """On what tiles depend beside its shape, in words."""
         names = {BYTES_FP8: "fp8", BYTES_INT8: "int8", BYTES_UINT8: "uint8", NIBBLES: "int4", NIBBLES_E2M1: "e2m1"}
         groups = "" if self.scales.shape[1] == 1 else f" in groups of {self.group_size}"
-        zeros = " with zeros" if self.zeros is not None or self.has_zero_bits else ""
+        zeros = " with zeros" if self.has_zeros else ""
         order = "" if self.index is None else " in any order"
         return f"{names[self.form]}{groups}{zeros}{order} for {_name(self.dtype)}"
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether each group has its own zero; else it is `zero`."""
+        return self.zeros is not None or self.has_zero_bits
 
     @property
     def has_chunks(self) -> bool:
@@ -113,8 +118,8 @@ class PackedWeight:
     def choose(self, num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
         """As `skinny_configs.choose`."""
         by_fma = num_rows == 1 and self.has_chunks
-        options = {"is_gated": is_gated, "by_fma": by_fma}
-        config = choose_packed(num_outputs, num_inputs, num_rows, self.numbers, run=self.run, **options)
+        options = {"is_gated": is_gated, "by_fma": by_fma, "has_zeros": self.has_zeros, "run": self.run}
+        config = choose_packed(num_outputs, num_inputs, num_rows, self.numbers, **options)
         return self.narrowed(config) if isinstance(config, DotConfig) else config
 
     def narrowed(self, tile: DotConfig) -> DotConfig:

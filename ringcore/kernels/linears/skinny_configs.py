@@ -91,10 +91,12 @@ def choose_packed(
     *,
     is_gated: bool = False,
     by_fma: bool = False,
+    has_zeros: bool = False,
     run: int = 1,
 ) -> Config | None:
     """As `choose`, of a quantized weight; None: none, or so many that the weight is to be expanded for cuBLAS. by_fma:
-    one row, of a weight that `packed_fma_kernel` multiplies. run: of 4 bits, see `weight_tiles`.
+    one row, of a weight that `packed_fma_kernel` multiplies. has_zeros: each group its own. run: of 4 bits, see
+    `weight_tiles`.
 
     Microseconds on an H200, 4-bit weights in groups of 128: one row by FMA with the norm and zeros of groups, others by
     tensor cores:
@@ -115,7 +117,7 @@ def choose_packed(
     if not 1 <= num_rows <= (_MAX_LONG_RUN_ROWS if run >= _LONG_RUN else _MAX_PACKED_ROWS):
         return None
     if by_fma and num_inputs <= _PACKED_FMA_INPUTS:
-        return _packed_fma(num_outputs, num_inputs, numbers, is_gated)
+        return _packed_fma(num_outputs, num_inputs, numbers, is_gated, has_zeros)
     num_weights = num_outputs * (2 if is_gated else 1)
     if numbers == NIBBLE_NUMBERS:
         of_runs = _long_run_dot if run >= _LONG_RUN else _nibble_dot
@@ -125,7 +127,9 @@ def choose_packed(
     return fastest_dot(num_weights, num_inputs, _MAX_DOT_ROWS // 2, numbers=numbers)
 
 
-def _packed_fma(num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: bool) -> PackedFmaConfig:
+def _packed_fma(
+    num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: bool, has_zeros: bool
+) -> PackedFmaConfig:
     """In 4 bits as measured for 1,024 to 17,920 inputs; of others what needs no more registers than there are.
 
     Where warps have whole outputs, programs of 16 outputs and eight warps, one on an SM, are the fastest of those tried
@@ -143,9 +147,11 @@ def _packed_fma(num_outputs: int, num_inputs: int, numbers: Numbers, is_gated: b
         num_warps, programs = (4, 2) if num_inputs <= 12288 else (8, 1)
         return PackedFmaConfig(4, block_inputs, num_warps, programs * NUM_SMS)
     if is_gated:
-        # Two programs of four warps for one of eight: 0.2 us less with AWQ's zeros, 1.4 in symmetric groups.
-        is_measured = 2048 < num_inputs <= _FMA_BLOCK
-        return PackedFmaConfig(8, _WARP_BLOCK, 4, 2 * NUM_SMS) if is_measured else _gated_fma(num_inputs)
+        # Two programs of four warps for one of eight: 0.2 us less with AWQ's zeros, 1.4 in symmetric groups. Of 4,096
+        # inputs with zeros tiles of 4 outputs take 0.4 us less than those of 8, without zeros or of 2,560 3.5 more.
+        if not 2048 < num_inputs <= _FMA_BLOCK:
+            return _gated_fma(num_inputs)
+        return PackedFmaConfig(4 if has_zeros and num_inputs > 2560 else 8, _WARP_BLOCK, 4, 2 * NUM_SMS)
     if num_inputs <= _WARP_BLOCK:
         return PackedFmaConfig(_tile_outputs(num_outputs), block_inputs, 4, 2 * NUM_SMS)
     return PackedFmaConfig(16 if num_outputs >= _FILLED * NUM_SMS * 16 else 8, _WARP_BLOCK, 8, NUM_SMS)

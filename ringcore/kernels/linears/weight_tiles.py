@@ -44,7 +44,6 @@ def tile_arguments(weight: torch.Tensor | PackedWeight, are_numbers: bool = Fals
     if isinstance(weight, torch.Tensor):
         return {"weight": weight, "packed": (), "layout": (DENSE,)}
     zeros = weight.scales if weight.zeros is None else weight.zeros
-    has_zeros = weight.zeros is not None or weight.has_zero_bits
     packed = (
         weight.scales,
         zeros,
@@ -59,7 +58,7 @@ def tile_arguments(weight: torch.Tensor | PackedWeight, are_numbers: bool = Fals
         weight.group_size,
         weight.group_offset,
         weight.zero,
-        has_zeros,
+        weight.has_zeros,
         weight.index is not None,
         weight.run,
         weight.is_tiled,

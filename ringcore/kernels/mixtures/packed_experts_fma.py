@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ringcore.kernels.activation import gated
 from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from ringcore.kernels.linears.fma_row import load_row
+from ringcore.kernels.linears.fma_row import load_gains, load_row
 from ringcore.kernels.linears.packed_gemv import chunk_products, load_outputs, sums_of_both
 from ringcore.kernels.linears.packed_weight import NIBBLE_CHUNK, PackedWeight
 from ringcore.kernels.linears.skinny_times import NUM_SMS
@@ -66,6 +66,9 @@ def packed_expert_gate_kernel(
     num_tiles: tl.constexpr = (num_outputs + block_outputs - 1) // block_outputs
     index = tl.arange(0, block_outputs)
     targets = rows + tl.program_id(1) * num_outputs
+    gains = ()
+    if has_norm:
+        gains = load_gains(gain, num_inputs, block_inputs, is_exact, layout)
     if pdl:
         gdc_wait()
         gdc_launch_dependents()
@@ -76,12 +79,13 @@ def packed_expert_gate_kernel(
         loaded = _load_gate(
             weight, packed, base, outputs, num_outputs, num_inputs, block_inputs, is_interleaved, layout
         )
-        row, squares = load_row(x, gain, num_inputs, block_inputs, has_norm, row_group, is_exact, layout)
+        row, squares = load_row(x, gains, num_inputs, block_inputs, row_group, is_exact, layout)
         factor = tl.rsqrt(squares / num_inputs + eps)
         for tile in tl.range(tl.program_id(0), num_tiles, step):
             outputs = tile * block_outputs + index
+            ahead = tl.where(tile + step < num_tiles, tile + step, tile)  # as in `packed_fma_kernel`
             following = _load_gate(
-                *(weight, packed, base, outputs + step * block_outputs),
+                *(weight, packed, base, ahead * block_outputs + index),
                 num_outputs, num_inputs, block_inputs, is_interleaved, layout,
             )  # fmt: skip
             of_gate, of_up = _gate_rows(base, outputs, num_outputs, is_interleaved)
@@ -196,11 +200,12 @@ def packed_expert_down_kernel(
     if pdl:
         gdc_wait()
     row, _ = load_row(
-        rows + (in_bounds * num_inputs)[:, None], rows, num_inputs, block_inputs, False, row_group, is_exact, layout
+        rows + (in_bounds * num_inputs)[:, None], (), num_inputs, block_inputs, row_group, is_exact, layout
     )
     for at in tl.range(begin, num_outputs, step):
+        ahead = tl.where(at + step < num_outputs, at + step, at)
         following = _load_down(
-            weight, packed, bases, at + step, num_outputs, num_inputs, block_inputs, block_outputs, layout
+            weight, packed, bases, ahead, num_outputs, num_inputs, block_inputs, block_outputs, layout
         )
         for i in tl.static_range(block_outputs):
             output = tl.minimum(at + i, num_outputs - 1)
