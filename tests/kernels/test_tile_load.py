@@ -67,3 +67,39 @@ SEVERAL_ROWS = """
 
 def test_products_of_several_rows_compile(tmp_path) -> None:
     assert len(run(SEVERAL_ROWS, tmp_path).splitlines()) == 4
+
+
+WITH_A_NORM = """
+    import triton_for_sm90
+    import torch
+    from ringcore.kernels.launch.precompile import intercept_launches
+    from ringcore.kernels.linears import packed_fma
+    from ringcore.kernels.linears.packed_weight import BYTES_FP8, NIBBLES, PackedWeight
+    from ringcore.kernels.linears.round_rows import RowNorm
+    from ringcore.kernels.linears.skinny_linear import skinny_linear
+    from ringcore.kernels.linears.skinny_tiles import PackedFmaConfig
+
+    packed_fma.supports_pdl = lambda device: True
+    norm = RowNorm(torch.ones(256, dtype=torch.bfloat16), 1e-6)
+    with intercept_launches() as found:
+        for form, codes in (
+            (BYTES_FP8, torch.zeros(64, 256, dtype=torch.uint8)),
+            (NIBBLES, torch.zeros(64, 64, dtype=torch.int16)),
+        ):
+            stored = codes, torch.ones(64, 2), (64, 256), torch.bfloat16, form, codes.stride(0), 128
+            weight = PackedWeight(*stored, run=8)
+            skinny_linear(torch.zeros(1, 256), weight, PackedFmaConfig(4, 256, 2, 8), norm=norm)
+    for (kernel, _), variant in found.items():
+        before, _, after = kernel.preload(variant.specialization).asm["ptx"].partition("griddepcontrol.wait")
+        print(before.count(".cg."), after.count(".cg."), before.count("ld.global"), after.count("ld.global"))
+"""
+
+
+def test_gains_are_loaded_before_the_wait_from_the_l2_cache(tmp_path) -> None:
+    lines = [[int(count) for count in line.split()] for line in run(WITH_A_NORM, tmp_path).splitlines()]
+    assert len(lines) == 2
+    for gains, others, early, late in lines:
+        assert gains > 0
+        assert others == 0
+        assert early > gains  # the first tile of the weight
+        assert late > 0  # the row

@@ -225,6 +225,16 @@ def test_a_row_that_does_not_fit_in_registers_is_for_tensor_cores():
         assert isinstance(wide, DotConfig)
 
 
+def test_the_gated_tile_of_a_weight_with_zeros():
+    """As measured, of 4,096 inputs alone."""
+
+    def tile(num_inputs, **options):
+        return choose_packed(12288, num_inputs, 1, NIBBLE_NUMBERS, is_gated=True, by_fma=True, **options)
+
+    assert tile(4096, has_zeros=True).block_outputs == 4
+    assert tile(4096).block_outputs == tile(2560, has_zeros=True).block_outputs == 8
+
+
 def test_the_product_of_a_model(device, monkeypatch):
     """The product takes the kernels where there are some: few rows and many."""
     from ringcore.attention.context import NO_TOKEN_CONTEXT

@@ -46,19 +46,21 @@ def has_offset(layout):
 
 
 @triton.jit
-def _load_block(row, at, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr):
+def _load_block(
+    row, at, num_inputs: tl.constexpr, block_inputs: tl.constexpr, layout: tl.constexpr, cache: tl.constexpr
+):
     """Tiles as they are in memory, out of bounds 0, see `_numbers`; of a row [num_inputs], or of n, where `row` points
-    to each of them, [n, 1]."""
-    found = ()
+    to each of them, [n, 1]. cache: the modifier of the loads."""
+    distance: tl.constexpr = layout[7] if has_quads(layout) else 8
     if has_quads(layout):
-        inputs = at + spread_columns(tl.arange(0, block_inputs // 4), layout)[None, :]
-        for part in tl.static_range(4):
-            found += (_load_in_bounds(row, inputs + part * layout[7], num_inputs),)
+        first = at + spread_columns(tl.arange(0, block_inputs // 4), layout)[None, :]
     else:
         index = tl.arange(0, block_inputs // 2)
-        inputs = at + (index // 8 * 16 + index % 8)[None, :]
-        for half in tl.static_range(2):
-            found += (_load_in_bounds(row, inputs + half * 8, num_inputs),)
+        first = at + (index // 8 * 16 + index % 8)[None, :]
+    found = ()
+    for part in tl.static_range(4 if has_quads(layout) else 2):
+        inputs = first + part * distance
+        found += (tl.load(row + inputs, mask=inputs < num_inputs, other=0.0, cache_modifier=cache),)
     return found
 
 
@@ -82,11 +84,6 @@ def _in_twos(tile):
     return tl.reshape(tile, [tile.shape[0], tile.shape[1] // 2, 2])
 
 
-@triton.jit
-def _load_in_bounds(row, inputs, num_inputs: tl.constexpr):
-    return tl.load(row + inputs, mask=inputs < num_inputs, other=0.0)
-
-
 @triton.constexpr_function
 def _prepared_inputs(num_inputs, block_inputs, num_rows, is_exact):
     """Of one row those of several blocks, so that each warp prepares others, and they exchange them at once."""
@@ -100,11 +97,12 @@ def load_gains(
     gain, num_inputs: tl.constexpr, block_inputs: tl.constexpr, is_exact: tl.constexpr, layout: tl.constexpr
 ):
     """What `load_row` takes of a norm's weight [num_inputs]. A program loads it before it waits for the row: of what
-    all programs read from the L2 cache after the wait it would be a third."""
+    all programs read from the L2 cache after the wait it would be a third. Before a wait the L1 cache may hold what
+    this memory had earlier, so it is passed by."""
     found = ()
     prepared: tl.constexpr = _prepared_inputs(num_inputs, block_inputs, 1, is_exact)
     for at in tl.static_range(0, num_inputs, prepared):
-        found += (_load_block(gain, at, num_inputs, prepared, layout),)
+        found += (_load_block(gain, at, num_inputs, prepared, layout, ".cg"),)
     return found
 
 
@@ -130,7 +128,7 @@ def load_row(
     blocks = ()
     squares = tl.zeros([1, prepared // 8], tl.float32)
     for at in tl.static_range(0, num_inputs, prepared):
-        tiles = _numbers(_load_block(x, at, num_inputs, prepared, layout), layout)
+        tiles = _numbers(_load_block(x, at, num_inputs, prepared, layout, ""), layout)
         if len(gains) > 0:
             of_block = _numbers(gains[at // prepared], layout)
             times_gains = ()

@@ -147,10 +147,8 @@ def packed_fma_kernel(
         factors += (tl.rsqrt(squares / num_inputs + eps),)
     for tile in tl.range(tl.program_id(0), num_tiles, step):
         rows = _rows_of(tile, num_outputs, block_outputs, block_outputs)
-        # After the last tile itself again: all programs would read the same last outputs, and wait for them to end.
-        ahead = tl.where(tile + step < num_tiles, tile + step, tile)
         following = _load_tile(
-            *(weight, packed, ahead, num_outputs, num_inputs, block_inputs, block_outputs),
+            *(weight, packed, tile + step, num_outputs, num_inputs, block_inputs, block_outputs),
             has_one_scale, is_gated, layout,
         )  # fmt: skip
         if tile < num_outputs:  # always: ptxas moves the products above none of the loads, where a branch is between

@@ -83,9 +83,8 @@ def packed_expert_gate_kernel(
         factor = tl.rsqrt(squares / num_inputs + eps)
         for tile in tl.range(tl.program_id(0), num_tiles, step):
             outputs = tile * block_outputs + index
-            ahead = tl.where(tile + step < num_tiles, tile + step, tile)  # as in `packed_fma_kernel`
             following = _load_gate(
-                *(weight, packed, base, ahead * block_outputs + index),
+                *(weight, packed, base, outputs + step * block_outputs),
                 num_outputs, num_inputs, block_inputs, is_interleaved, layout,
             )  # fmt: skip
             of_gate, of_up = _gate_rows(base, outputs, num_outputs, is_interleaved)
@@ -203,9 +202,8 @@ def packed_expert_down_kernel(
         rows + (in_bounds * num_inputs)[:, None], (), num_inputs, block_inputs, row_group, is_exact, layout
     )
     for at in tl.range(begin, num_outputs, step):
-        ahead = tl.where(at + step < num_outputs, at + step, at)
         following = _load_down(
-            weight, packed, bases, ahead, num_outputs, num_inputs, block_inputs, block_outputs, layout
+            weight, packed, bases, at + step, num_outputs, num_inputs, block_inputs, block_outputs, layout
         )
         for i in tl.static_range(block_outputs):
             output = tl.minimum(at + i, num_outputs - 1)
