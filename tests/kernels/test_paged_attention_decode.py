@@ -261,7 +261,8 @@ def test_a_plan_that_skips_sequences_of_no_tokens_at_the_end(device, lens, num_p
     tile_scheduler.plan(torch.nn.functional.pad(batch.seq_lens, (0, 20)), skips_empty=True)
     of_many = tile_scheduler.tile_ranges.clone()
     tile_scheduler.plan(batch.seq_lens, skips_empty=True)  # of few: another variant of the kernel
-    assert tile_scheduler.tile_ranges.equal(of_many)
+    assert tile_scheduler.tile_ranges[:, 3].equal(of_many[:, 3])
+    assert tile_scheduler.tile_ranges[of_many[:, 3] > 0].equal(of_many[of_many[:, 3] > 0])
     assert tile_scheduler.tile_ranges[:, 3].sum() == len(tiles_of(lens[:decoding], tile_scheduler))
     out = decode(batch, tile_scheduler)
     tables = (batch.block_table, batch.seq_lens)
