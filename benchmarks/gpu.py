@@ -54,7 +54,6 @@ DECODE_LOADS = (
 )
 WHAT = ("decode", "prefill", "offline", "shared")
 _COMMON_PARTS = ("decode 1", "decode 8", "decode 32", "decode 64", "offline")
-_QUANTIZED_PARTS = ("decode 1", "decode 8", "decode 32", "decode 64", "decode 256", "offline")
 _MIXTURE_PARTS = ("decode 1", "decode 8", "decode 32", "decode 256", "prefill", "offline")
 # What is measured of each model where nothing else is said; of the others `_COMMON_PARTS`.
 PARTS = {
@@ -62,8 +61,8 @@ PARTS = {
     "Qwen3-0.6B": ("decode 1", "decode 32", "decode 256", "offline", "shared"),
     "Qwen3-4B": (*_COMMON_PARTS, "shared"),
     "Qwen3-8B": ("decode 1", "decode 32", "decode 256", "prefill", "offline"),
-    "Qwen3-8B-FP8": _QUANTIZED_PARTS,
-    "Qwen3-8B-AWQ": _QUANTIZED_PARTS,
+    "Qwen3-8B-FP8": (*_COMMON_PARTS, "decode 256"),
+    "Qwen3-8B-AWQ": (*_COMMON_PARTS, "decode 256"),
     "Qwen3-30B-A3B": _MIXTURE_PARTS,
     "Qwen3-30B-A3B-FP8": _MIXTURE_PARTS,
 }
