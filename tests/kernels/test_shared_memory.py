@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ringcore.kernels.launch import shared_memory
-from ringcore.kernels.launch.shared_memory import prefer_carveout
+from ringcore.kernels.launch.shared_memory import prefer_cache, prefer_carveout, take_all_shared_memory
 
 GPU = torch.device("cuda", 0)
 CARVE_OUT = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
@@ -41,6 +41,8 @@ def driver(monkeypatch):
     properties = SimpleNamespace(shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(shared_memory, "_set_carveout", shared_memory._set_carveout.__wrapped__)
+    monkeypatch.setattr(shared_memory, "_set_none", shared_memory._set_none.__wrapped__)
+    monkeypatch.setattr(shared_memory, "_TAKEN", set())
     return fake
 
 
@@ -105,3 +107,16 @@ def test_on_a_gpu(device):
     attribute = getattr(bindings.CUfunction_attribute, CARVE_OUT)
     code, percent = bindings.cuFuncGetAttribute(attribute, bindings.CUfunction(launched.function))
     assert (int(code), percent) == (0, 0)  # it has no shared memory
+
+
+def test_all_of_it_where_kernels_take_all(driver):
+    prefer_cache(kernel(0), GPU)
+    assert not driver.asked
+    take_all_shared_memory(GPU)
+    prefer_carveout(kernel(143360), 1, GPU)
+    prefer_carveout(kernel(73728), 3, GPU)
+    prefer_cache(kernel(0), GPU)
+    prefer_carveout(kernel(143360), 1, torch.device("cuda", 1))
+    assert [percent for _, _, percent in driver.asked] == [100, 100, 0, 62]
+    prefer_cache(None, GPU)  # the interpreter, or an intercepted launch
+    assert len(driver.asked) == 4

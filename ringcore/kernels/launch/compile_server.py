@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 import triton.experimental.gluon  # noqa: F401  (with the front ends, before the processes are forked)
+from triton import JITFunction
 from triton.backends.nvidia import driver
 
 from ringcore.host.interpreter import die_with
@@ -65,5 +66,5 @@ def _compile(request: CompileRequest) -> None:
     compile_for(*request.target)
     kernel = getattr(importlib.import_module(request.module), request.name)
     compiled = Variant(kernel, request.specialization).compile(load=False)
-    if hasattr(driver, "make_launcher"):  # Triton before 3.7 compiles a launcher too
+    if isinstance(kernel, JITFunction) and hasattr(driver, "make_launcher"):  # before 3.7 Triton compiles launchers too
         driver.CudaLauncher(compiled.src, compiled.metadata)

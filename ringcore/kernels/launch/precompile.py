@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 from ringcore.kernels.launch.compile_processes import CompileProcesses, CompileRequest
+from ringcore.kernels.launch.cuda_kernel import CudaKernel
 from ringcore.kernels.launch.launcher_modules import copy_loaded_modules
 
 __all__ = [
@@ -49,8 +50,8 @@ class NotLaunchedError(Exception):
 class Variant(NamedTuple):
     """A kernel specialisation, as one launch needs it."""
 
-    kernel: Any  # a JITFunction
-    specialization: str  # Triton's own record of types, constants, alignments and options
+    kernel: Any  # a JITFunction or a CudaKernel
+    specialization: str  # Triton's own record of types, constants, alignments and options; or `CudaKernel`'s
 
     def compile(self, *, load: bool) -> Any:
         """Puts the binary where this process's next launch finds it, and into Triton's cache on disk; -> Triton's
@@ -87,11 +88,20 @@ def intercept_launches(found: Callable[[Variant], object] = lambda _: None) -> I
     def record(*, key: str, fn: Any, compile: Mapping[str, Any], **others: Any) -> bool:
         if threading.get_ident() != thread:
             return False
-        kernel = fn.jit_function
-        if (kernel, key) not in intercepted:
-            intercepted[kernel, key] = variant = Variant(kernel, compile["specialization_data"])
-            found(variant)
+        enter(fn.jit_function, key, compile["specialization_data"])
         return True  # Triton stops here
+
+    def enter(kernel: Any, key: str, specialization: str) -> None:
+        if (kernel, key) not in intercepted:
+            intercepted[kernel, key] = variant = Variant(kernel, specialization)
+            found(variant)
+
+    def intercept(kernel: CudaKernel, specialization: str) -> bool:
+        if threading.get_ident() != thread:
+            return False
+        if not kernel.is_loaded(specialization):
+            enter(kernel, specialization, specialization)
+        return True
 
     launch = JITFunction.run
 
@@ -102,11 +112,11 @@ def intercept_launches(found: Callable[[Variant], object] = lambda _: None) -> I
         return None
 
     assert knobs.runtime.jit_cache_hook is None, "a JIT cache hook is already installed"
-    knobs.runtime.jit_cache_hook, JITFunction.run = record, skip_launch
+    knobs.runtime.jit_cache_hook, JITFunction.run, CudaKernel.interceptor = record, skip_launch, intercept
     try:
         yield intercepted
     finally:
-        knobs.runtime.jit_cache_hook, JITFunction.run = None, launch
+        knobs.runtime.jit_cache_hook, JITFunction.run, CudaKernel.interceptor = None, launch, None
 
 
 def hash_compiler() -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["prefer_carveout"]
+__all__ = ["prefer_cache", "prefer_carveout", "take_all_shared_memory"]
 
+_TAKEN: set[int] = set()  # the devices of which kernels of this process take all shared memory
 _RESERVED_BYTES = 1024  # of each program's shared memory, reserved by the driver
 _SM_REGISTERS = 1 << 16  # on every architecture so far with dependent launch
 _REGISTER_STEP = 8  # allocation granularity per thread
@@ -33,17 +34,34 @@ def prefer_carveout(kernel: Any, programs_per_sm: int, device: torch.device) -> 
     """
     if kernel is not None:
         num_registers = -(-kernel.n_regs // _REGISTER_STEP) * _REGISTER_STEP * 32 * kernel.metadata.num_warps
-        _set_carveout(kernel.function, kernel.metadata.shared, num_registers, programs_per_sm, device)
+        is_all = _index(device) in _TAKEN
+        _set_carveout(kernel.function, kernel.metadata.shared, num_registers, programs_per_sm, device, is_all)
+
+
+def take_all_shared_memory(device: torch.device) -> None:
+    """From now on `prefer_carveout` is all shared memory: kernels of a step have it between two that need it, and an SM
+    would drain for each."""
+    _TAKEN.add(_index(device))
+
+
+def prefer_cache(kernel: Any, device: torch.device) -> None:
+    """Where all shared memory is taken, an SM keeps that carve-out until a kernel asks for another: this one, which
+    loads through the L1 cache, for none."""
+    if kernel is not None and _index(device) in _TAKEN:
+        _set_none(kernel.function)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache  # keeps the launch path cheap
 def _set_carveout(
-    function: int, num_bytes: int, num_registers: int, programs_per_sm: int, device: torch.device
+    function: int, num_bytes: int, num_registers: int, programs_per_sm: int, device: torch.device, is_all: bool
 ) -> None:
     """num_bytes, num_registers: of a program."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
+    if is_all:
+        _set_percent(function, 100)
         return
     sm = torch.cuda.get_device_properties(device)
     reserved = num_bytes + _RESERVED_BYTES
@@ -51,6 +69,19 @@ def _set_carveout(
     if programs_per_sm > 1 and room <= programs_per_sm:
         return
     percent = min(100, -(-100 * programs_per_sm * reserved // sm.shared_memory_per_multiprocessor)) if num_bytes else 0
+    _set_percent(function, percent)
+
+
+@functools.cache
+def _set_none(function: int) -> None:
+    _set_percent(function, 0)
+
+
+def _set_percent(function: int, percent: int) -> None:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return
     carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     (code,) = driver.cuFuncSetAttribute(driver.CUfunction(function), carveout, percent)
     if int(code):

@@ -13,11 +13,20 @@ import torch
 import triton
 
 from ringcore.kernels.launch.dependent_launch import launch_options, supports_pdl
+from ringcore.kernels.launch.shared_memory import prefer_cache
+from ringcore.kernels.linears.int8_gemv import launch_int8_gemv
 from ringcore.kernels.linears.packed_fma import launch_packed_fma
 from ringcore.kernels.linears.packed_weight import BYTES_FP8, PackedWeight
 from ringcore.kernels.linears.round_rows import RoundedRows, RowNorm
 from ringcore.kernels.linears.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
-from ringcore.kernels.linears.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig, TmaConfig
+from ringcore.kernels.linears.skinny_tiles import (
+    Config,
+    DotConfig,
+    FmaConfig,
+    Int8GemvConfig,
+    PackedFmaConfig,
+    TmaConfig,
+)
 from ringcore.kernels.linears.tma_linear import launch_tma_linear
 from ringcore.kernels.linears.weight_tiles import tile_arguments
 from ringcore.kernels.partials import Partials
@@ -62,9 +71,10 @@ def skinny_linear(
 
     x: [n, num_inputs], weight: [num_weights, num_inputs] of x's dtype, or quantized, bias: [num_weights]; all
     contiguous. n is 1 to 4 for an `FmaConfig`, of a dense weight, 1 or 2 for a `PackedFmaConfig`, of a quantized one
-    that `has_chunks`, up to 128 for a `TmaConfig`, on Hopper, and up to four times its block_rows for a `DotConfig`, or
-    any number without splits. Rounded rows are for an FP8 weight whose rows are contiguous, and a `DotConfig` or
-    `TmaConfig` with a block_inputs that divides both's groups: FP8 is multiplied by FP8.
+    that `has_chunks`, 1 for an `Int8GemvConfig`, of one that `fits_int8_gemv`, up to 128 for a `TmaConfig`, on Hopper,
+    and up to four times its block_rows for a `DotConfig`, or any number without splits. Rounded rows are for an FP8
+    weight whose rows are contiguous, and a `DotConfig` or `TmaConfig` with a block_inputs that divides both's groups:
+    FP8 is multiplied by FP8.
     norm: prologue, not of a `DotConfig` or `TmaConfig`: of each row of x, which may then be float32; the normalised row
     is not rounded before the product.
     row_group: prologue of a `PackedFmaConfig` and an FP8 weight, after the norm: rows are rounded to FP8, with a scale
@@ -104,6 +114,9 @@ def skinny_linear(
             _launch_fma(rows, weight, bias, out, norm, config, options)
         case PackedFmaConfig():
             launch_packed_fma(rows, weight, bias, out, norm, row_group or 0, config, options)
+        case Int8GemvConfig():
+            assert row_group is None, "rows are rounded for FP8 weights"
+            launch_int8_gemv(rows, weight, bias, out, norm, config, options)
         case DotConfig():
             assert norm is None, "a DotConfig has no prologue"
             _launch_dot(x, weight, bias, out, counters, config, options)
@@ -145,7 +158,7 @@ def _launch_fma(
     gain, eps = (x, 0.0) if norm is None else norm
     assert norm is None or (gain.shape == (num_inputs,) and gain.is_contiguous()), gain.shape
     pdl = TRIGGER_LATE if config.trigger_late else TRIGGER_FIRST
-    fma_kernel[(triton.cdiv(num_outputs, config.block_outputs),)](
+    kernel = fma_kernel[(triton.cdiv(num_outputs, config.block_outputs),)](
         x=x,
         weight=weight,
         gain=gain,
@@ -163,6 +176,7 @@ def _launch_fma(
         pdl=pdl if supports_pdl(x.device) else 0,
         **options,
     )
+    prefer_cache(kernel, x.device)
 
 
 def _launch_dot(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-__all__ = ["Config", "DotConfig", "FmaConfig", "PackedFmaConfig", "TmaConfig", "padded_rows"]
+__all__ = ["Config", "DotConfig", "FmaConfig", "Int8GemvConfig", "PackedFmaConfig", "TmaConfig", "padded_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,25 @@ class TmaConfig:
     is_even: bool = False  # a program has an equal range of the blocks of all tiles, and no whole tiles or splits
 
 
-Config = FmaConfig | PackedFmaConfig | DotConfig | TmaConfig
+@dataclass(frozen=True, slots=True)
+class Int8GemvConfig:
+    """Of `int8_gemv`, for one row and 4-bit weights on Hopper."""
+
+    num_warps: ClassVar[int] = 9
+
+    num_stages: int = 8  # of 1,024 inputs of 16 rows of the weight
+    window: int = 6  # stages that are on their way at a time
+    early_window: int = 2  # and before the row is there
+
+    def shared_bytes(self, num_inputs: int, max_tiles: int) -> int:
+        """Of a program, which computes so many tiles at most: the ring, three digits of the row, factors of groups,
+        sums of warps, barriers."""
+        stages_of_tile = -(-num_inputs // 1024)
+        row = 3 * (1024 * stages_of_tile + 64) + 64 + 128 * stages_of_tile
+        return self.num_stages * (8192 + 512 + 16) + row + 512 * max_tiles + 40
+
+
+Config = FmaConfig | PackedFmaConfig | DotConfig | TmaConfig | Int8GemvConfig
 
 
 def padded_rows(num_rows: int) -> int:

@@ -11,7 +11,15 @@ import triton
 
 from ringcore.kernels.linears.found_tiles import TileProblem
 from ringcore.kernels.linears.skinny_configs import MAX_ROWS
-from ringcore.kernels.linears.skinny_tiles import Config, DotConfig, FmaConfig, PackedFmaConfig, TmaConfig, padded_rows
+from ringcore.kernels.linears.skinny_tiles import (
+    Config,
+    DotConfig,
+    FmaConfig,
+    Int8GemvConfig,
+    PackedFmaConfig,
+    TmaConfig,
+    padded_rows,
+)
 from ringcore.kernels.linears.skinny_times import DENSE_NUMBERS, H200, NUM_SMS, Numbers
 from ringcore.kernels.linears.tma_configs import MAX_PROGRAMS, MAX_TMA_ROWS, with_deepest_ring
 from ringcore.kernels.mixtures.experts_configs import grouped_tiles
@@ -187,6 +195,8 @@ def can_run(kernel: Kernel, linear: Linear, numbers: Numbers = DENSE_NUMBERS) ->
             return linear.num_rows <= _MAX_FMA_ROWS and kernel.block_inputs <= max(width, 256)
         case PackedFmaConfig():
             return linear.num_rows <= 2
+        case Int8GemvConfig():  # of all products of a model or of none, so it is not for a search
+            return False
         case DotConfig():
             block_outputs = kernel.block_weights // (2 if linear.is_gated else 1)
             input_bytes = kernel.block_weights * numbers.bytes + block_rows(kernel, linear) * _BYTES

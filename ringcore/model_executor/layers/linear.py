@@ -79,6 +79,11 @@ class ColumnParallelLinear(WeightedLayer):
         """Pops its tensors; they are freed where the product keeps a packed copy."""
         self._product = self._matrices.bind(tensors, updatable)
 
+    @property
+    def product(self) -> Product:
+        """Once it is bound."""
+        return self._product
+
     def refresh(self) -> None:
         self._product.refresh()
 
@@ -126,6 +131,11 @@ class RowParallelLinear(WeightedLayer):
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
         """Pops its tensors; they are freed where the product keeps a packed copy."""
         self._product = self._matrices.bind(tensors, updatable, adds_bias=self._tp.rank == 0)
+
+    @property
+    def product(self) -> Product:
+        """Once it is bound."""
+        return self._product
 
     def refresh(self) -> None:
         self._product.refresh()

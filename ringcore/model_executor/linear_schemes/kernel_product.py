@@ -45,6 +45,7 @@ class KernelProduct(Product):
         """out_dtype: of `__call__`, for a linear without bias; None: the weight's. derived: of a quantized weight."""
         from ringcore.kernels.linears import (
             expand_weight,
+            int8_gemv_configs,
             round_rows,
             skinny_configs,
             skinny_linear,
@@ -59,9 +60,11 @@ class KernelProduct(Product):
         self._out_dtype = out_dtype
         self._counters = skinny_linear.new_split_k_counters(weight)
         self._choose: Choose = tma_configs.chooser(weight) if isinstance(weight, torch.Tensor) else weight.choose
+        of_one_row = int8_gemv_configs.int8_gemv_config
+        self._int8_gemv = None if isinstance(weight, torch.Tensor) else of_one_row(weight)
         self._choose_split_k = skinny_configs.choose_split_k
         self._defers = True  # splits, to the next norm
-        self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig
+        self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig, skinny_tiles.Int8GemvConfig
         self._row_norm = round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
         self._expand = expand_weight.expand_weight
@@ -70,6 +73,20 @@ class KernelProduct(Product):
     def stored_as(self) -> tuple[str, str, Numbers]:
         """See `packed_weight.stored_as`."""
         return stored_as(self.weight)
+
+    @property
+    def has_int8_gemv(self) -> bool:
+        """Whether `use_int8_gemv` may be called."""
+        return self._int8_gemv is not None
+
+    def use_int8_gemv(self) -> None:
+        """From now on one row is multiplied by `int8_gemv`."""
+        choose = self._choose
+
+        def with_int8_gemv(num_outputs: int, num_inputs: int, num_rows: int, **how: bool) -> Config | None:
+            return self._int8_gemv if num_rows == 1 else choose(num_outputs, num_inputs, num_rows, **how)
+
+        self._choose = with_int8_gemv
 
     def with_choice(self, around: Callable[[Choose], Choose]) -> KernelProduct:
         """The same product with another choice of tiles."""

@@ -21,6 +21,7 @@ from ringcore.model_executor.linear_schemes.scheme import SchemeOf
 from ringcore.model_executor.models.base import CausalLM
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
 from ringcore.model_executor.models.draft_head import DraftHead
+from ringcore.model_executor.models.int8_gemvs import agree_on_int8_gemv
 from ringcore.model_executor.models.layer_builder import LayerBuilder
 from ringcore.model_executor.models.mixture import Experts
 from ringcore.model_executor.models.recorded_layers import RecordedLayers
@@ -136,6 +137,7 @@ class DenseDecoder(CausalLM):
             rotary.bind(device)
         for decoder_layer in self.layers:
             decoder_layer.bind_device(device)
+        agree_on_int8_gemv(self._weighted)
         assert not len(tensors), "a declared weight was not bound"
 
     def refresh(self) -> None:

@@ -23,6 +23,7 @@ from ringcore.distributed.parallel import TensorParallel
 from ringcore.host.cache_folder import KERNELS, TILES, our_cache_folder
 from ringcore.host.file_names import with_utf8_names
 from ringcore.host.measurements import Measurements
+from ringcore.kernels.launch.cuda_kernel import CudaKernel
 from ringcore.kernels.launch.precompile import Variant
 
 __all__ = ["KernelList"]
@@ -71,7 +72,7 @@ def _device_facts(device: torch.device) -> dict[str, str]:
 
 def _sources() -> Iterator[tuple[str, int, int | bytes]]:
     """(Path, bytes, time of change) of each source file of this package, of kernels their contents in its place."""
-    for path in sorted(_PACKAGE.rglob("*.py")):
+    for path in sorted([*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.cu")]):
         status, name = path.stat(), str(path.relative_to(_PACKAGE))
         is_kernels = name.startswith("kernels/")
         yield name, status.st_size, hashlib.sha256(path.read_bytes()).digest() if is_kernels else status.st_mtime_ns
@@ -100,7 +101,7 @@ def _kernel(one: Mapping[str, str]) -> Any:
         kernel = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{module} has no {name}") from error
-    if not isinstance(kernel, JITFunction) or not isinstance(key, str):
+    if not isinstance(kernel, JITFunction | CudaKernel) or not isinstance(key, str):
         raise ValueError(f"{module}.{name} with {key!r} is no kernel with its hash")
     if kernel.hash is None:
         kernel.hash = key
