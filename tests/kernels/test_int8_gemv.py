@@ -224,9 +224,15 @@ def test_all_of_a_model_or_none(hopper: None) -> None:
     layers = linears((2112, 2048), (64, 2560))
     agree_on_int8_gemv(layers)
     assert all(isinstance(config_of_one_row(layer), PackedFmaConfig) for layer in layers)
+    layers = linears((2112, 2048))
+    layers[0]._product = layers[0].product.batch_invariant()
+    agree_on_int8_gemv(layers)
+    assert config_of_one_row(layers[0]) != Int8GemvConfig()
     dense = linears((2112, 2048))
     dense[0]._product = KernelProduct(torch.zeros(64, 64, dtype=torch.bfloat16), None)
-    agree_on_int8_gemv([*linears((2112, 2048)), *dense])
+    layers = [*linears((2112, 2048)), *dense]
+    agree_on_int8_gemv(layers)
+    assert isinstance(config_of_one_row(layers[0]), PackedFmaConfig)
 
 
 class Result(enum.IntEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -77,10 +78,12 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
 
 def _keep(path: Path, cubin: bytes) -> None:
     """A cubin that cannot be kept is compiled again by the next process."""
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            file.write(cubin)
-        os.replace(file.name, path)
-    except OSError:
-        pass
+        handle, made = tempfile.mkstemp(dir=path.parent, prefix=".")
+        try:
+            with open(handle, "wb") as file:
+                file.write(cubin)
+            os.replace(made, path)
+        finally:
+            Path(made).unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 // One row times a 4-bit weight by int8 tensor cores (a GEMV), warp-specialized: see int8_gemv.py.
 //
-// Macros: NUM_INPUTS, NUM_STAGES, EARLY_WINDOW, WINDOW, MAX_TILES, SHARED_BYTES, HAS_NORM, HAS_BIAS, IS_GATED, IS_GELU, ADDS,
-// HAS_ZERO_BITS, ZERO, ARE_BY_GROUP (scales: [groups, outputs]; else [outputs, groups]), and ROW_TYPE, GAIN_TYPE, BIAS_TYPE, OUT_TYPE: 0 bfloat16, 1 float16, 2 float32.
+// Macros: NUM_INPUTS, NUM_STAGES, EARLY_WINDOW, WINDOW, MAX_TILES, SHARED_BYTES, HAS_NORM, HAS_BIAS, IS_GATED, IS_GELU,
+// ADDS, HAS_ZERO_BITS, ZERO, ARE_BY_GROUP (scales: [groups, outputs]; else [outputs, groups]), and ROW_TYPE, GAIN_TYPE,
+// BIAS_TYPE, OUT_TYPE: 0 bfloat16, 1 float16, 2 float32.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -13,7 +14,7 @@ constexpr int NUM_WARPS = 8;                                   // consumers; one
 constexpr int THREADS = 32 * NUM_WARPS;
 constexpr int STAGE_INPUTS = 1024, ITEM_INPUTS = 512;          // of a stage, and of what a warp multiplies of it
 constexpr int NUM_STAGES_OF_TILE = (NUM_INPUTS + STAGE_INPUTS - 1) / STAGE_INPUTS;
-constexpr int ITEMS_OF_TILE = 2 * NUM_STAGES_OF_TILE;
+constexpr int ITEMS_OF_TILE = NUM_STAGES_OF_TILE * (STAGE_INPUTS / ITEM_INPUTS);
 constexpr int CHUNKS = NUM_STAGES_OF_TILE * STAGE_INPUTS / 32; // a chunk: the inputs of 16 bytes of codes
 constexpr int NUM_GROUPS = CHUNKS / 4;                         // of 128 inputs
 constexpr int TILE_OUTPUTS = IS_GATED ? 8 : 16;                // a tile is 16 rows of the weight
@@ -25,7 +26,7 @@ constexpr bool IS_WHOLE = 2 * CHUNKS % THREADS == 0 && NUM_INPUTS % STAGE_INPUTS
 
 constexpr int SCALES_AT = NUM_STAGES * CODE_BYTES;
 constexpr int ROW_AT = SCALES_AT + NUM_STAGES * SCALE_BYTES;
-constexpr int FACTORS_AT = ROW_AT + 3 * PLANE_BYTES + 64;
+constexpr int FACTORS_AT = ROW_AT + 3 * PLANE_BYTES + 64;  // a multiple of 128
 constexpr int SUMS_AT = FACTORS_AT + 16 * NUM_GROUPS;
 constexpr int SQUARES_AT = SUMS_AT + MAX_TILES * NUM_WARPS * 16 * 4;
 constexpr int HAS_ROW_AT = SQUARES_AT + 4 * NUM_WARPS;

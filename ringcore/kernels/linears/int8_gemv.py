@@ -47,6 +47,7 @@ def launch_int8_gemv(
     assert isinstance(weight, PackedWeight), "dense weights are for other configurations"
     assert len(x) == 1, x.shape
     gain, eps = (x, 0.0) if norm is None else norm
+    assert x.data_ptr() % 16 == gain.data_ptr() % 16 == 0, "rows and gains are loaded 16 bytes at a time"
     programs, content = specialization(x, weight, gain, bias, out, norm is not None, config, options)
 
     def arguments() -> list[tuple[Any, Any]]:

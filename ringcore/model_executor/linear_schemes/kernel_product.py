@@ -103,7 +103,7 @@ class KernelProduct(Product):
         def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
             return tiles.choose(num_rows) if num_rows else None
 
-        made._choose, made._defers = choose, False
+        made._choose, made._defers, made._int8_gemv = choose, False, None
         return made
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:
