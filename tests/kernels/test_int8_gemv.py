@@ -16,6 +16,9 @@ import pytest
 import torch
 from sass import disassemble
 
+from ringcore.checkpoint import find_model, read_model_spec
+from ringcore.distributed.parallel import SingleRank
+from ringcore.families import FAMILIES
 from ringcore.kernels.launch import cuda_kernel
 from ringcore.kernels.launch.nvrtc import compile_cuda, nvrtc_version
 from ringcore.kernels.launch.precompile import Variant, intercept_launches
@@ -26,14 +29,40 @@ from ringcore.kernels.linears.packed_weight import NIBBLES, PackedWeight
 from ringcore.kernels.linears.round_rows import RowNorm
 from ringcore.kernels.linears.skinny_linear import Activation, skinny_linear, skinny_linear_reference
 from ringcore.kernels.linears.skinny_tiles import Int8GemvConfig, PackedFmaConfig
+from ringcore.model_executor import ops
 from ringcore.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
+from ringcore.model_executor.models import build_model
+from ringcore.model_executor.models.decoder import DenseDecoder
 from ringcore.model_executor.models.int8_gemvs import agree_on_int8_gemv
 from ringcore.worker.start_up.kernel_list import KernelList
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
+QWEN3_BY_AWQ = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 64,
+    "eos_token_id": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+    },
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -233,6 +262,17 @@ def test_all_of_a_model_or_none(hopper: None) -> None:
     layers = [*linears((2112, 2048)), *dense]
     agree_on_int8_gemv(layers)
     assert isinstance(config_of_one_row(layers[0]), PackedFmaConfig)
+
+
+def test_a_native_model_by_awq(hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_BY_AWQ))
+    spec = read_model_spec(find_model(tmp_path, "dummy"), FAMILIES)
+    model = build_model(spec, SingleRank(), torch.bfloat16, 64)
+    model.bind({weight.name: torch.zeros(weight.shape, dtype=weight.dtype) for weight in model.weights()})
+    assert isinstance(model, DenseDecoder)
+    found = [one for one in model._weighted if isinstance(one, ColumnParallelLinear | RowParallelLinear)]
+    assert [config_of_one_row(layer) for layer in found] == [Int8GemvConfig()] * 4
 
 
 class Result(enum.IntEnum):
