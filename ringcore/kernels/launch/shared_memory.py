@@ -34,13 +34,13 @@ def prefer_carveout(kernel: Any, programs_per_sm: int, device: torch.device) -> 
     """
     if kernel is not None:
         num_registers = -(-kernel.n_regs // _REGISTER_STEP) * _REGISTER_STEP * 32 * kernel.metadata.num_warps
-        is_all = _index(device) in _TAKEN
+        is_all = programs_per_sm == 1 and _index(device) in _TAKEN
         _set_carveout(kernel.function, kernel.metadata.shared, num_registers, programs_per_sm, device, is_all)
 
 
 def take_all_shared_memory(device: torch.device) -> None:
-    """From now on `prefer_carveout` is all shared memory: kernels of a step have it between two that need it, and an SM
-    would drain for each."""
+    """From now on `prefer_carveout` for one program is all shared memory: in a step of one row such a kernel is between
+    two that need it all, and an SM would drain for each."""
     _TAKEN.add(_index(device))
 
 
