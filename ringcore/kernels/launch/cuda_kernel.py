@@ -21,6 +21,7 @@ from ringcore.kernels.launch.shared_memory import take_all_shared_memory
 
 __all__ = ["FLOAT", "INT", "POINTER", "CudaKernel", "LoadedKernel", "tensor_map"]
 
+_PTX = Path(__file__).with_name("ptx.cuh")  # before every source
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
@@ -36,7 +37,7 @@ class CudaKernel:
     def __init__(self, module: str, name: str, source: Path, threads: int) -> None:
         """module, name: where this object is found. source: the file, called as its function. threads: of a program."""
         self.fn = SimpleNamespace(__module__=module, __name__=name, __globals__={})
-        self.src = source.read_text()
+        self.src = _PTX.read_text() + source.read_text()
         self.hash = ""  # Triton parses a kernel that has none yet
         self._function, self._threads = source.stem, threads
         self._loaded: dict[tuple[int, str], LoadedKernel] = {}

@@ -4,12 +4,6 @@
 // ADDS, HAS_ZERO_BITS, ZERO, ARE_BY_GROUP (scales: [groups, outputs]; else [outputs, groups]), and ROW_TYPE, GAIN_TYPE,
 // BIAS_TYPE, OUT_TYPE: 0 bfloat16, 1 float16, 2 float32.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap { char bytes[128]; };
-
 constexpr int NUM_WARPS = 8;                                   // consumers; one more warp loads
 constexpr int THREADS = 32 * NUM_WARPS;
 constexpr int STAGE_INPUTS = 1024, ITEM_INPUTS = 512;          // of a stage, and of what a warp multiplies of it
@@ -36,54 +30,12 @@ constexpr int BARRIERS_AT = HAS_ROW_AT + 8;
 static_assert(NUM_STAGES % (NUM_WARPS / 2) == 0 && EARLY_WINDOW <= WINDOW && WINDOW <= NUM_STAGES);
 static_assert(BARRIERS_AT + 16 * NUM_STAGES == SHARED_BYTES);
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
-    asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra DONE;"
-                 " bra AGAIN; DONE: }" :: "r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ uint4 load_16(u32 address) {
-    uint4 found;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w) : "r"(address) : "memory");
-    return found;
-}
-
-__device__ __forceinline__ uint2 load_8(u32 address) {
-    uint2 found;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(address) : "memory");
-    return found;
-}
-
-__device__ __forceinline__ u32 load_4(u32 address) {
-    u32 found;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(address) : "memory");
-    return found;
-}
-
-__device__ __forceinline__ void store_4(u32 address, u32 value) {
-    asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void multiply(int* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
-        : "r"(a), "r"(b), "r"(c), "r"(d), "r"(first), "r"(second));
-}
-
 __device__ __forceinline__ float low_half(u32 pair, int type) {
-    float found;
-    if (type == 0) return __uint_as_float(pair << 16);
-    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(found) : "r"(pair));
-    return found;
+    return type == 0 ? __uint_as_float(pair << 16) : low_float16(pair);
 }
 
 __device__ __forceinline__ float high_half(u32 pair, int type) {
-    float found;
-    if (type == 0) return __uint_as_float(pair & 0xffff0000u);
-    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high; }" : "=f"(found) : "r"(pair));
-    return found;
+    return type == 0 ? __uint_as_float(pair & 0xffff0000u) : high_float16(pair);
 }
 
 // Eight consecutive numbers as they lie in memory; past the L1 cache.
@@ -108,12 +60,6 @@ template <int TYPE> struct Eight {
     }
 };
 
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-    float found;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
-    return found;
-}
-
 template <int TYPE> __device__ __forceinline__ float load_number(const void* tensor, int at) {
     if (TYPE == 2) return __ldcg((const float*)tensor + at);
     return low_half(__ldcg((const u16*)tensor + at), TYPE);
@@ -121,10 +67,7 @@ template <int TYPE> __device__ __forceinline__ float load_number(const void* ten
 
 template <int TYPE> __device__ __forceinline__ void store_number(void* tensor, int at, float value) {
     if (TYPE == 2) { ((float*)tensor)[at] = value; return; }
-    u16 rounded;
-    if (TYPE == 0) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
-    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
-    ((u16*)tensor)[at] = rounded;
+    ((u16*)tensor)[at] = TYPE == 0 ? to_bfloat16(value) : to_float16(value);
 }
 
 __device__ __forceinline__ float activated(float gate) {
@@ -137,8 +80,7 @@ __device__ __forceinline__ float activated(float gate) {
 // has its row: more queue in the L2 cache, where what the kernel before reads, and then this row, waits behind them.
 __device__ __forceinline__ void produce(const TensorMap& codes, const TensorMap& scales, u32 base, int num_tiles) {
     const u32 full = base + BARRIERS_AT, empty = full + 8 * NUM_STAGES;
-    u64 once;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    const u64 policy = read_once();
     int slot = 0, stage = 0, row = blockIdx.x * TILE_OUTPUTS, landing = 0, num_landed = 0, window = EARLY_WINDOW;
     u32 parity = 1, landing_parity = 0;
     for (int k = 0; k < num_tiles * NUM_STAGES_OF_TILE; k++) {
@@ -149,16 +91,11 @@ __device__ __forceinline__ void produce(const TensorMap& codes, const TensorMap&
             if (++landing == NUM_STAGES) { landing = 0; landing_parity ^= 1; }
         }
         const u32 barrier = full + 8 * slot;
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                     :: "r"(barrier), "n"(CODE_BYTES + SCALE_BYTES) : "memory");
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                     " [%0], [%1, {%2, %3, %2, %4}], [%5], %6;"
-                     :: "r"(base + slot * CODE_BYTES), "l"(&codes), "r"(0), "r"(row), "r"(4 * stage), "r"(barrier),
-                        "l"(once) : "memory");
-        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {%2, %3, %4}], [%5];"
-                     :: "r"(base + SCALES_AT + slot * SCALE_BYTES), "l"(&scales), "r"(ARE_BY_GROUP ? row : 8 * stage),
-                        "r"(ARE_BY_GROUP ? 0 : row), "r"(ARE_BY_GROUP ? 8 * stage : 0), "r"(barrier) : "memory");
+        arrive_and_expect(barrier, CODE_BYTES + SCALE_BYTES);
+        copy_box(base + slot * CODE_BYTES, codes, 0, row, 0, 4 * stage, barrier, policy);
+        const u32 to = base + SCALES_AT + slot * SCALE_BYTES;
+        if (ARE_BY_GROUP) copy_box(to, scales, row, 0, 8 * stage, barrier);
+        else copy_box(to, scales, 8 * stage, row, 0, barrier);
         if (++stage == NUM_STAGES_OF_TILE) { stage = 0; row += gridDim.x * TILE_OUTPUTS; }
         if (++slot == NUM_STAGES) { slot = 0; parity ^= 1; }
     }
@@ -203,9 +140,8 @@ __device__ __forceinline__ void store_digits(const float* numbers, int half, u32
         last += __shfl_xor_sync(~0u, last, lanes);
     }
     if (!(half & 7) && (IS_WHOLE || half < 2 * CHUNKS))
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                     :: "r"(base + FACTORS_AT + (chunk >> 2) * 16), "r"(is_finite ? (u32)(exponent - 13) << 23 : NOT_A_NUMBER),
-                        "r"(first), "r"(is_finite ? (u32)(exponent - 21) << 23 : NOT_A_NUMBER), "r"(last) : "memory");
+        store_16(base + FACTORS_AT + (chunk >> 2) * 16, is_finite ? (u32)(exponent - 13) << 23 : NOT_A_NUMBER, first,
+                 is_finite ? (u32)(exponent - 21) << 23 : NOT_A_NUMBER, last);
 }
 
 // Of a group of a row of the weight: its sum times its scale. columns: two sums of a lane, of its two digits.
@@ -224,18 +160,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) int8_gemv(
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + 8 * NUM_STAGES;
     float* const sums = (float*)(shared + SUMS_AT);
     float* const squares = (float*)(shared + SQUARES_AT);
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    launch_dependents();
     const int tiles = (num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
     const int num_tiles = (tiles - 1 - (int)blockIdx.x) / (int)gridDim.x + 1;  // no more programs than tiles
     if (warp == NUM_WARPS) {
         if (lane == 0) {
             store_4(base + HAS_ROW_AT, 0);
-            for (int i = 0; i < 2 * NUM_STAGES; i++)
-                asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(full + 8 * i), "r"(i < NUM_STAGES ? 1 : 2));
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            for (int i = 0; i < 2 * NUM_STAGES; i++) init_barrier(full + 8 * i, i < NUM_STAGES ? 1 : 2);
+            fence_barriers();
         }
         __syncwarp();
-        asm volatile("bar.arrive 1, %0;" :: "n"(THREADS + 32) : "memory");
+        arrive_threads<THREADS + 32>(1);
         if (lane == 0) produce(codes, scales, base, num_tiles);
         return;
     }
@@ -252,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) int8_gemv(
             gains[i][1].load(gain, at[i] + 64);
         }
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_dependencies();
     float added = 0;  // to the thread's first output
     if (ADDS && thread < num_tiles * TILE_OUTPUTS) {
         const int output = (blockIdx.x + thread / TILE_OUTPUTS * gridDim.x) * TILE_OUTPUTS + thread % TILE_OUTPUTS;
@@ -287,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) int8_gemv(
         for (int lanes = 16; lanes; lanes /= 2) square += __shfl_xor_sync(~0u, square, lanes);
         if (lane == 0) squares[warp] = square;
     }
-    asm volatile("bar.sync 1, %0;" :: "n"(THREADS + 32) : "memory");
+    sync_threads<THREADS + 32>(1);
     if (thread == 0) store_4(base + HAS_ROW_AT, 1);
 
     // Rows of the fragments in an order by which quarters of a warp read other banks of the swizzled tile.
@@ -333,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) int8_gemv(
                     for (int g = 0; g < 2; g++) {
                         const u32 p = (&words[0][g].x)[2 * h + word], q = (&words[1][g].x)[2 * h + word];
                         const uint4 column = columns[h][g];
-                        multiply(products[h][g], p & 0x0f0f0f0fu, q & 0x0f0f0f0fu, p >> 4 & 0x0f0f0f0fu,
+                        multiply_bytes(products[h][g], p & 0x0f0f0f0fu, q & 0x0f0f0f0fu, p >> 4 & 0x0f0f0f0fu,
                                  q >> 4 & 0x0f0f0f0fu, word ? column.z : column.x, word ? column.w : column.y);
                     }
 #pragma unroll
@@ -348,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) int8_gemv(
             }
         }
         __syncwarp();
-        if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(empty + 8 * slot) : "memory");
+        if (lane == 0) arrive(empty + 8 * slot);
         item += NUM_WARPS;
         if (item >= ITEMS_OF_TILE || i + NUM_WARPS >= num_items) {
             const float first = total[0] + __shfl_xor_sync(~0u, total[0], 1);
@@ -363,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) int8_gemv(
         slot += NUM_WARPS / 2;
         while (slot >= NUM_STAGES) { slot -= NUM_STAGES; parity ^= 1; }
     }
-    asm volatile("bar.sync 2, %0;" :: "n"(THREADS) : "memory");
+    sync_threads<THREADS>(2);
 
     float norm = 1;
     if (HAS_NORM) {

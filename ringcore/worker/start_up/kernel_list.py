@@ -72,7 +72,7 @@ def _device_facts(device: torch.device) -> dict[str, str]:
 
 def _sources() -> Iterator[tuple[str, int, int | bytes]]:
     """(Path, bytes, time of change) of each source file of this package, of kernels their contents in its place."""
-    for path in sorted([*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.cu")]):
+    for path in sorted(path for kind in ("py", "cu", "cuh") for path in _PACKAGE.rglob(f"*.{kind}")):
         status, name = path.stat(), str(path.relative_to(_PACKAGE))
         is_kernels = name.startswith("kernels/")
         yield name, status.st_size, hashlib.sha256(path.read_bytes()).digest() if is_kernels else status.st_mtime_ns

@@ -1,0 +1,130 @@
+// PTX instructions and conversions as functions, for all kernels in CUDA C++ (cuda_kernel.py puts them before a source).
+// Addresses of shared memory are of 32 bits. Types of numbers: 0 bfloat16, 1 float16, 2 float32.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap { char bytes[128]; };
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// Programmatic dependent launch: see dependent_launch.py.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Named barriers of a program's threads.
+template <int COUNT> __device__ __forceinline__ void sync_threads(int barrier) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(COUNT) : "memory");
+}
+
+template <int COUNT> __device__ __forceinline__ void arrive_threads(int barrier) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "n"(COUNT) : "memory");
+}
+
+// Barriers in shared memory (mbarrier): a phase ends when all have arrived and all expected bytes have landed.
+__device__ __forceinline__ void init_barrier(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive_and_expect(u32 barrier, int num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(num_bytes) : "memory");
+}
+
+// Returns where the phase of this parity has ended.
+__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
+    asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra DONE;"
+                 " bra AGAIN; DONE: }" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// What is read once: the L2 cache evicts it first.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// TMA: a box of a tensor, from these coordinates on.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int a, int b, int c, int d, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                 :: "r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int a, int b, int c, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %4}], [%5];"
+                 :: "r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_16(u32 address) {
+    uint4 found;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w) : "r"(address) : "memory");
+    return found;
+}
+
+__device__ __forceinline__ uint2 load_8(u32 address) {
+    uint2 found;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(found.x), "=r"(found.y) : "r"(address) : "memory");
+    return found;
+}
+
+__device__ __forceinline__ u32 load_4(u32 address) {
+    u32 found;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(address) : "memory");
+    return found;
+}
+
+__device__ __forceinline__ void store_4(u32 address, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// sums += first matrix [16, 32], unsigned bytes, times second matrix [32, 8], signed bytes.
+__device__ __forceinline__ void multiply_bytes(int* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a), "r"(b), "r"(c), "r"(d), "r"(first), "r"(second));
+}
+
+// The first number of a pair of float16s, and the second.
+__device__ __forceinline__ float low_float16(u32 pair) {
+    float found;
+    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(found) : "r"(pair));
+    return found;
+}
+
+__device__ __forceinline__ float high_float16(u32 pair) {
+    float found;
+    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high; }" : "=f"(found) : "r"(pair));
+    return found;
+}
+
+__device__ __forceinline__ u16 to_bfloat16(float value) {
+    u16 rounded;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+    return rounded;
+}
+
+__device__ __forceinline__ u16 to_float16(float value) {
+    u16 rounded;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+    return rounded;
+}
+
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float found;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
+    return found;
+}

@@ -1,0 +1,255 @@
+// CUDA C++ on a CPU: programs one after the other, their threads as fibers of one thread, which change where they wait.
+// In place of ptx.cuh. Which fiber is next and when a copy by TMA lands is random, by a seed.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <random>
+#include <ucontext.h>
+#include <vector>
+
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+using std::max;
+using std::min;
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __shared__
+#define __align__(bytes)
+#define __launch_bounds__(threads, programs)
+
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct Position { u32 x; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+
+alignas(1024) char shared[228 << 10];
+
+struct Tensor {  // in a TensorMap
+    char* base;
+    u64 shape[4], strides[4];  // strides in bytes
+    u32 box[4], axes, number_bytes, is_swizzled;
+};
+
+struct alignas(64) TensorMap { char bytes[128]; };
+
+struct Barrier { int expected, pending; long bytes; u32 phase; };
+struct Meeting { int arrived, round; };
+struct Copy { Tensor tensor; int at[4]; u32 to, barrier; };
+
+static std::map<u32, Barrier> barriers;
+static std::map<int, Meeting> meetings;  // named barriers
+static std::vector<Copy> copies;
+static std::mt19937 randomness;
+static std::vector<ucontext_t> fibers;
+static std::vector<char> has_ended;
+static ucontext_t scheduler;
+static u32 current, num_programs, program;
+static u64 exchanged[1024][6];
+static std::vector<Meeting> warps;
+
+#define threadIdx (Position{current})
+#define blockIdx (Position{program})
+#define gridDim (Position{num_programs})
+
+inline void pause() { swapcontext(&fibers[current], &scheduler); }
+
+inline void meet(Meeting& meeting, int count) {
+    const int round = meeting.round;
+    if (++meeting.arrived == count) {
+        meeting.arrived = 0;
+        meeting.round++;
+    } else
+        while (meeting.round == round) pause();
+}
+
+inline void __syncwarp() { meet(warps[current / 32], 32); }
+
+template <int COUNT> void sync_threads(int barrier) { meet(meetings[barrier], COUNT); }
+
+template <int COUNT> void arrive_threads(int barrier) {
+    Meeting& meeting = meetings[barrier];
+    if (++meeting.arrived == COUNT) {
+        meeting.arrived = 0;
+        meeting.round++;
+    }
+}
+
+template <class T> T __shfl_xor_sync(u32, T value, int lanes) {
+    memcpy(&exchanged[current][0], &value, sizeof(T));
+    __syncwarp();
+    T found;
+    memcpy(&found, &exchanged[current ^ lanes][0], sizeof(T));
+    __syncwarp();
+    return found;
+}
+
+inline float __uint_as_float(u32 bits) { float found; memcpy(&found, &bits, 4); return found; }
+inline u32 __float_as_uint(float value) { u32 found; memcpy(&found, &value, 4); return found; }
+template <class T> T __ldcg(const T* from) { return *from; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return expf(x); }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    const u64 both = (u64)b << 32 | a;
+    u32 found = 0;
+    for (int i = 0; i < 4; i++) found |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return found;
+}
+
+inline int dot_of_bytes(u32 unsigned_or_signed, u32 signed_bytes, bool is_unsigned, int total) {
+    for (int i = 0; i < 4; i++) {
+        const u32 byte = unsigned_or_signed >> 8 * i & 255;
+        total += (is_unsigned ? (int)byte : (int)(int8_t)byte) * (int8_t)(signed_bytes >> 8 * i & 255);
+    }
+    return total;
+}
+
+inline int __dp4a(int a, int b, int total) { return dot_of_bytes(a, b, false, total); }
+
+inline u32 shared_address(const void* pointer) { return (const char*)pointer - shared; }
+inline void launch_dependents() {}
+inline void wait_for_dependencies() { pause(); }
+
+inline void end_phase(Barrier& barrier) {
+    if (barrier.pending || barrier.bytes) return;
+    barrier.pending = barrier.expected;
+    barrier.phase++;
+}
+
+inline void init_barrier(u32 barrier, int count) { barriers[barrier] = {count, count, 0, 0}; }
+inline void fence_barriers() {}
+inline void arrive(u32 barrier) { barriers[barrier].pending--; end_phase(barriers[barrier]); }
+
+inline void arrive_and_expect(u32 barrier, int num_bytes) {
+    barriers[barrier].bytes += num_bytes;
+    arrive(barrier);
+}
+
+inline void wait_for(u32 barrier, u32 parity) {
+    while ((barriers[barrier].phase & 1) == parity) pause();
+}
+
+inline u64 read_once() { return 0; }
+
+inline Tensor tensor_of(const TensorMap& map) {
+    Tensor found;
+    static_assert(sizeof(Tensor) <= sizeof(TensorMap));
+    memcpy(&found, &map, sizeof found);
+    return found;
+}
+
+inline void copy_box(u32 to, const TensorMap& map, int a, int b, int c, int d, u32 barrier, u64) {
+    copies.push_back({tensor_of(map), {a, b, c, d}, to, barrier});
+}
+
+inline void copy_box(u32 to, const TensorMap& map, int a, int b, int c, u32 barrier) {
+    copies.push_back({tensor_of(map), {a, b, c, 0}, to, barrier});
+}
+
+inline void land(const Copy& copy) {
+    const Tensor& tensor = copy.tensor;
+    u32 count = 1;
+    for (u32 axis = 0; axis < tensor.axes; axis++) count *= tensor.box[axis];
+    for (u32 i = 0; i < count; i++) {
+        u32 rest = i, to = i * tensor.number_bytes;
+        u64 from = 0;
+        bool is_inside = true;
+        for (u32 axis = 0; axis < tensor.axes; axis++) {
+            const u64 at = copy.at[axis] + rest % tensor.box[axis];
+            rest /= tensor.box[axis];
+            is_inside &= at < tensor.shape[axis];
+            from += at * tensor.strides[axis];
+        }
+        if (tensor.is_swizzled) to ^= (to >> 7 & 7) << 4;
+        if (is_inside) memcpy(shared + copy.to + to, tensor.base + from, tensor.number_bytes);
+        else memset(shared + copy.to + to, 0, tensor.number_bytes);
+    }
+    barriers[copy.barrier].bytes -= count * tensor.number_bytes;
+    end_phase(barriers[copy.barrier]);
+}
+
+inline uint4 load_16(u32 address) { uint4 found; memcpy(&found, shared + address, 16); return found; }
+inline uint2 load_8(u32 address) { uint2 found; memcpy(&found, shared + address, 8); return found; }
+inline u32 load_4(u32 address) { u32 found; memcpy(&found, shared + address, 4); return found; }
+inline void store_4(u32 address, u32 value) { memcpy(shared + address, &value, 4); }
+inline void store_16(u32 address, u32 a, u32 b, u32 c, u32 d) { u32 all[4] = {a, b, c, d}; memcpy(shared + address, all, 16); }
+
+// Lane 4 g + t has of the first matrix rows g and g + 8, of the second column g, and of the sums columns 2 t and 2 t + 1.
+inline void multiply_bytes(int* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second) {
+    const u64 own[6] = {a, b, c, d, first, second};
+    memcpy(exchanged[current], own, sizeof own);
+    __syncwarp();
+    const u32 warp = current & ~31u, group = current >> 2 & 7, part = current & 3;
+    for (int i = 0; i < 4; i++)
+        for (u32 k = 0; k < 4; k++) {
+            const u64* row = exchanged[warp + 4 * group + k];
+            const u64* column = exchanged[warp + 4 * (2 * part + i % 2) + k];
+            sums[i] = dot_of_bytes(row[i / 2], column[4], true, sums[i]);
+            sums[i] = dot_of_bytes(row[2 + i / 2], column[5], true, sums[i]);
+        }
+    __syncwarp();
+}
+
+inline float from_float16(u16 bits) { _Float16 found; memcpy(&found, &bits, 2); return found; }
+inline float low_float16(u32 pair) { return from_float16(pair); }
+inline float high_float16(u32 pair) { return from_float16(pair >> 16); }
+inline u16 to_float16(float value) { _Float16 rounded = value; u16 found; memcpy(&found, &rounded, 2); return found; }
+
+inline u16 to_bfloat16(float value) {
+    const u32 bits = __float_as_uint(value);
+    return value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+
+// Runs `programs` programs of so many threads. False: no thread can go on.
+template <class Kernel> bool run_programs(u32 programs, u32 threads, u32 seed, Kernel kernel) {
+    static Kernel* running;
+    running = &kernel;
+    randomness.seed(seed);
+    num_programs = programs;
+    const u32 landing = seed % 2 ? 3 : 200;  // turns of warps until a copy lands: memory is fast, or slow
+    std::vector<std::vector<char>> stacks(threads, std::vector<char>(128 << 10));
+    for (program = 0; program < programs; program++) {
+        memset(shared, 0xa5, sizeof shared);
+        barriers.clear();
+        meetings.clear();
+        copies.clear();
+        warps.assign((threads + 31) / 32, {0, 0});
+        fibers.assign(threads, {});
+        has_ended.assign(threads, 0);
+        for (u32 i = 0; i < threads; i++) {
+            getcontext(&fibers[i]);
+            fibers[i].uc_stack.ss_sp = stacks[i].data();
+            fibers[i].uc_stack.ss_size = stacks[i].size();
+            fibers[i].uc_link = &scheduler;
+            void (*entry)() = [] { (*running)(); has_ended[current] = 1; };
+            makecontext(&fibers[i], entry, 0);
+        }
+        for (u64 turn = 0; std::count(has_ended.begin(), has_ended.end(), 0); turn++) {
+            if (turn > 1000000) return false;
+            if (!copies.empty() && randomness() % landing == 0) {
+                const u32 landed = randomness() % copies.size();
+                land(copies[landed]);
+                copies.erase(copies.begin() + landed);
+            }
+            const u32 warp = randomness() % warps.size();  // the threads of a warp have turns one after the other
+            for (u32 i = 32 * warp; i < std::min(32 * warp + 32, threads); i++)
+                if (!has_ended[i]) {
+                    current = i;
+                    swapcontext(&scheduler, &fibers[i]);
+                }
+        }
+    }
+    return true;
+}
