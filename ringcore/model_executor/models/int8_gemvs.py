@@ -16,7 +16,7 @@ def agree_on_int8_gemv(layers: Sequence[WeightedLayer]) -> None:
     """layers: bound, all that a stage has.
 
     These kernels take all shared memory of an SM, the others leave most of it to the L1 cache, and an SM drains between
-    the two: a layer of Qwen3-8B with one kernel of the other kind takes 6 to 12 us more on an H200, where `int8_gemv`
+    the two: a layer of Qwen3-8B with one kernel of the other kind takes 5 to 12 us more on an H200, where `int8_gemv`
     gains 1.1.
     """
     linears = [layer for layer in layers if isinstance(layer, ColumnParallelLinear | RowParallelLinear)]
