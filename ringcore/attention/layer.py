@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringcore.attention.backend import AttentionBackend, LatentBackend, LatentUpProjection
+from ringcore.attention.backend import AttentionBackend, LatentBackend, LatentUpProjection, OneRow
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
@@ -111,6 +111,17 @@ class Attention:
         """Whether `of_projection` serves this step."""
         group = ctx.groups[ctx.group_of_layer[self.index]]
         return self.v_head_size is None and not self.shares_kv and _of_heads(group).rotates(group.plan)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token sees all before it, by the softmax of scaled scores, and keys and values are of one width."""
+        sees_all = self.sliding_window is None and self.chunk_size is None
+        return sees_all and self.spec.is_plain and self.v_head_size is None and not self.shares_kv
+
+    def one_row(self, ctx: ForwardContext) -> OneRow | None:
+        """See `AttentionBackend.one_row`."""
+        group = ctx.groups[ctx.group_of_layer[self.index]]
+        return _of_heads(group).one_row(group.plan)
 
     def of_projection(
         self, qkv: torch.Tensor, rotation: HeadRotation, ctx: ForwardContext, sinks: torch.Tensor | None = None

@@ -1,8 +1,9 @@
-// CUDA C++ on a CPU: programs one after the other, their threads as fibers of one thread, which change where they wait.
-// In place of ptx.cuh. Which fiber is next and when a copy by TMA lands is random, by a seed.
+// CUDA C++ on a CPU: all threads of all programs are fibers of one thread, which change where they wait. In place of
+// ptx.cuh. Which fiber is next, and when a copy by TMA or a store to the L2 cache lands, is random, by a seed.
 
 #include <algorithm>
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -18,6 +19,7 @@ using std::max;
 using std::min;
 
 #define __global__
+#define __host__
 #define __device__
 #define __forceinline__ inline
 #define __grid_constant__
@@ -27,11 +29,12 @@ using std::min;
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
 struct Position { u32 x; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
-alignas(1024) char shared[228 << 10];
+alignas(1024) char shared[228 << 10];  // of the program that runs
 
 struct Tensor {  // in a TensorMap
     char* base;
@@ -41,26 +44,58 @@ struct Tensor {  // in a TensorMap
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
+struct Pointer {
+    void* address;
+
+    template <class T> operator T*() const { return (T*)address; }
+};
+
 struct Barrier { int expected, pending; long bytes; u32 phase; };
 struct Meeting { int arrived, round; };
-struct Copy { Tensor tensor; int at[4]; u32 to, barrier; };
+struct Copy { Tensor tensor; int at[4]; u32 to, barrier; const void* bytes; u32 num_bytes; };
+struct Store { u32* to; u32 word; };
 
-static std::map<u32, Barrier> barriers;
-static std::map<int, Meeting> meetings;  // named barriers
-static std::vector<Copy> copies;
+struct Fiber {
+    ucontext_t start;
+    jmp_buf at;  // where it waits; a switch of contexts would be a system call
+    bool has_started, has_ended;
+};
+
+struct Running {  // a program
+    std::vector<char> shared;
+    std::map<u32, Barrier> barriers;
+    std::map<int, Meeting> meetings;  // named barriers
+    std::vector<Copy> copies;
+    std::vector<Meeting> warps;
+    std::vector<Fiber> fibers;
+    u64 of_lanes[1024][6];  // what the lanes of a warp give each other
+};
+
 static std::mt19937 randomness;
-static std::vector<ucontext_t> fibers;
-static std::vector<char> has_ended;
-static ucontext_t scheduler;
-static u32 current, num_programs, program;
-static u64 exchanged[1024][6];
-static std::vector<Meeting> warps;
+static jmp_buf scheduler;
+static std::vector<Running> programs;
+static std::vector<char> stacks;  // kept from launch to launch
+static std::vector<Store> stores;  // that have not landed
+static u32 current, current_program;
 
 #define threadIdx (Position{current})
-#define blockIdx (Position{program})
-#define gridDim (Position{num_programs})
+#define blockIdx (Position{current_program})
+#define gridDim (Position{(u32)programs.size()})
+#define mine (programs[current_program])
 
-inline void pause() { swapcontext(&fibers[current], &scheduler); }
+
+inline void pause() {
+    if (!_setjmp(mine.fibers[current].at)) _longjmp(scheduler, 1);
+}
+
+inline void resume(u32 thread) {
+    current = thread;
+    Fiber& fiber = mine.fibers[thread];
+    if (_setjmp(scheduler)) return;
+    if (fiber.has_started) _longjmp(fiber.at, 1);
+    fiber.has_started = true;
+    setcontext(&fiber.start);
+}
 
 inline void meet(Meeting& meeting, int count) {
     const int round = meeting.round;
@@ -71,12 +106,12 @@ inline void meet(Meeting& meeting, int count) {
         while (meeting.round == round) pause();
 }
 
-inline void __syncwarp() { meet(warps[current / 32], 32); }
+inline void __syncwarp() { meet(mine.warps[current / 32], 32); }
 
-template <int COUNT> void sync_threads(int barrier) { meet(meetings[barrier], COUNT); }
+template <int COUNT> void sync_threads(int barrier) { meet(mine.meetings[barrier], COUNT); }
 
 template <int COUNT> void arrive_threads(int barrier) {
-    Meeting& meeting = meetings[barrier];
+    Meeting& meeting = mine.meetings[barrier];
     if (++meeting.arrived == COUNT) {
         meeting.arrived = 0;
         meeting.round++;
@@ -84,10 +119,10 @@ template <int COUNT> void arrive_threads(int barrier) {
 }
 
 template <class T> T __shfl_xor_sync(u32, T value, int lanes) {
-    memcpy(&exchanged[current][0], &value, sizeof(T));
+    memcpy(&mine.of_lanes[current][0], &value, sizeof(T));
     __syncwarp();
     T found;
-    memcpy(&found, &exchanged[current ^ lanes][0], sizeof(T));
+    memcpy(&found, &mine.of_lanes[current ^ lanes][0], sizeof(T));
     __syncwarp();
     return found;
 }
@@ -126,17 +161,17 @@ inline void end_phase(Barrier& barrier) {
     barrier.phase++;
 }
 
-inline void init_barrier(u32 barrier, int count) { barriers[barrier] = {count, count, 0, 0}; }
+inline void init_barrier(u32 barrier, int count) { mine.barriers[barrier] = {count, count, 0, 0}; }
 inline void fence_barriers() {}
-inline void arrive(u32 barrier) { barriers[barrier].pending--; end_phase(barriers[barrier]); }
+inline void arrive(u32 barrier) { mine.barriers[barrier].pending--; end_phase(mine.barriers[barrier]); }
 
 inline void arrive_and_expect(u32 barrier, int num_bytes) {
-    barriers[barrier].bytes += num_bytes;
+    mine.barriers[barrier].bytes += num_bytes;
     arrive(barrier);
 }
 
 inline void wait_for(u32 barrier, u32 parity) {
-    while ((barriers[barrier].phase & 1) == parity) pause();
+    while ((mine.barriers[barrier].phase & 1) == parity) pause();
 }
 
 inline u64 read_once() { return 0; }
@@ -149,14 +184,25 @@ inline Tensor tensor_of(const TensorMap& map) {
 }
 
 inline void copy_box(u32 to, const TensorMap& map, int a, int b, int c, int d, u32 barrier, u64) {
-    copies.push_back({tensor_of(map), {a, b, c, d}, to, barrier});
+    mine.copies.push_back({tensor_of(map), {a, b, c, d}, to, barrier});
 }
 
 inline void copy_box(u32 to, const TensorMap& map, int a, int b, int c, u32 barrier) {
-    copies.push_back({tensor_of(map), {a, b, c, 0}, to, barrier});
+    mine.copies.push_back({tensor_of(map), {a, b, c, 0}, to, barrier});
+}
+
+inline void copy_bytes(u32 to, const void* from, int num_bytes, u32 barrier, u64) {
+    mine.copies.push_back({{}, {}, to, barrier, from, (u32)num_bytes});
 }
 
 inline void land(const Copy& copy) {
+    Barrier& barrier = mine.barriers[copy.barrier];
+    if (copy.bytes) {
+        memcpy(shared + copy.to, copy.bytes, copy.num_bytes);
+        barrier.bytes -= copy.num_bytes;
+        end_phase(barrier);
+        return;
+    }
     const Tensor& tensor = copy.tensor;
     u32 count = 1;
     for (u32 axis = 0; axis < tensor.axes; axis++) count *= tensor.box[axis];
@@ -174,9 +220,37 @@ inline void land(const Copy& copy) {
         if (is_inside) memcpy(shared + copy.to + to, tensor.base + from, tensor.number_bytes);
         else memset(shared + copy.to + to, 0, tensor.number_bytes);
     }
-    barriers[copy.barrier].bytes -= count * tensor.number_bytes;
-    end_phase(barriers[copy.barrier]);
+    barrier.bytes -= count * tensor.number_bytes;
+    end_phase(barrier);
 }
+
+inline void land(const Store& store) { *store.to = store.word; }
+
+template <class T> void land_one(std::vector<T>& waiting) {
+    const u32 landed = randomness() % waiting.size();
+    const T one = waiting[landed];
+    waiting.erase(waiting.begin() + landed);
+    land(one);
+}
+
+// Stores do not land in order, nor before a counter that is added to later.
+inline void store_past_l1(u32* to, u32 word) {
+    stores.push_back({to, word});
+    if (randomness() % 64 == 0) return;  // as a rule all is there soon
+    land(stores.back());
+    stores.pop_back();
+}
+
+template <int WIDTH> void load_past_l1(u32* words, const u32* from) {
+    if (randomness() % 64 == 0) pause();
+    memcpy(words, from, 4 * WIDTH);
+}
+
+inline void add_to_counter(u64* counter, u64 number) { *counter += number; }
+inline u64 load_counter(const u64* counter) { pause(); return *counter; }
+inline long long clock64() { return 0; }
+template <int COUNT> void take_registers() {}
+template <int COUNT> void give_registers() {}
 
 inline uint4 load_16(u32 address) { uint4 found; memcpy(&found, shared + address, 16); return found; }
 inline uint2 load_8(u32 address) { uint2 found; memcpy(&found, shared + address, 8); return found; }
@@ -187,13 +261,13 @@ inline void store_16(u32 address, u32 a, u32 b, u32 c, u32 d) { u32 all[4] = {a,
 // Lane 4 g + t has of the first matrix rows g and g + 8, of the second column g, and of the sums columns 2 t and 2 t + 1.
 inline void multiply_bytes(int* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second) {
     const u64 own[6] = {a, b, c, d, first, second};
-    memcpy(exchanged[current], own, sizeof own);
+    memcpy(mine.of_lanes[current], own, sizeof own);
     __syncwarp();
     const u32 warp = current & ~31u, group = current >> 2 & 7, part = current & 3;
     for (int i = 0; i < 4; i++)
         for (u32 k = 0; k < 4; k++) {
-            const u64* row = exchanged[warp + 4 * group + k];
-            const u64* column = exchanged[warp + 4 * (2 * part + i % 2) + k];
+            const u64* row = mine.of_lanes[warp + 4 * group + k];
+            const u64* column = mine.of_lanes[warp + 4 * (2 * part + i % 2) + k];
             sums[i] = dot_of_bytes(row[i / 2], column[4], true, sums[i]);
             sums[i] = dot_of_bytes(row[2 + i / 2], column[5], true, sums[i]);
         }
@@ -212,44 +286,48 @@ inline u16 to_bfloat16(float value) {
 
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
 
-// Runs `programs` programs of so many threads. False: no thread can go on.
-template <class Kernel> bool run_programs(u32 programs, u32 threads, u32 seed, Kernel kernel) {
+// Runs `count` programs of so many threads, all at once. False: no thread can go on.
+template <class Kernel> bool run_programs(u32 count, u32 threads, u32 seed, Kernel kernel) {
     static Kernel* running;
     running = &kernel;
     randomness.seed(seed);
-    num_programs = programs;
     const u32 landing = seed % 2 ? 3 : 200;  // turns of warps until a copy lands: memory is fast, or slow
-    std::vector<std::vector<char>> stacks(threads, std::vector<char>(128 << 10));
-    for (program = 0; program < programs; program++) {
-        memset(shared, 0xa5, sizeof shared);
-        barriers.clear();
-        meetings.clear();
-        copies.clear();
-        warps.assign((threads + 31) / 32, {0, 0});
-        fibers.assign(threads, {});
-        has_ended.assign(threads, 0);
+    constexpr size_t STACK_BYTES = 32 << 10;
+    stacks.resize(count * threads * STACK_BYTES);
+    programs.assign(count, {});
+    for (current_program = 0; current_program < count; current_program++) {
+        mine.shared.assign(sizeof shared, (char)0xa5);
+        mine.warps.assign((threads + 31) / 32, {0, 0});
+        mine.fibers.assign(threads, {});
         for (u32 i = 0; i < threads; i++) {
-            getcontext(&fibers[i]);
-            fibers[i].uc_stack.ss_sp = stacks[i].data();
-            fibers[i].uc_stack.ss_size = stacks[i].size();
-            fibers[i].uc_link = &scheduler;
-            void (*entry)() = [] { (*running)(); has_ended[current] = 1; };
-            makecontext(&fibers[i], entry, 0);
-        }
-        for (u64 turn = 0; std::count(has_ended.begin(), has_ended.end(), 0); turn++) {
-            if (turn > 1000000) return false;
-            if (!copies.empty() && randomness() % landing == 0) {
-                const u32 landed = randomness() % copies.size();
-                land(copies[landed]);
-                copies.erase(copies.begin() + landed);
-            }
-            const u32 warp = randomness() % warps.size();  // the threads of a warp have turns one after the other
-            for (u32 i = 32 * warp; i < std::min(32 * warp + 32, threads); i++)
-                if (!has_ended[i]) {
-                    current = i;
-                    swapcontext(&scheduler, &fibers[i]);
-                }
+            ucontext_t& fiber = mine.fibers[i].start;
+            getcontext(&fiber);
+            fiber.uc_stack.ss_sp = &stacks[(current_program * threads + i) * STACK_BYTES];
+            fiber.uc_stack.ss_size = STACK_BYTES;
+            void (*entry)() = [] {
+                (*running)();
+                mine.fibers[current].has_ended = true;
+                _longjmp(scheduler, 1);
+            };
+            makecontext(&fiber, entry, 0);
         }
     }
+    const auto has_ended = [](const Fiber& fiber) { return fiber.has_ended; };
+    const auto is_running = [&](const Running& one) { return !std::all_of(one.fibers.begin(), one.fibers.end(), has_ended); };
+    u64 turns = 0;
+    while (std::any_of(programs.begin(), programs.end(), is_running)) {
+        current_program = randomness() % count;
+        memcpy(shared, mine.shared.data(), sizeof shared);
+        for (u32 turn = 0; is_running(mine) && turn < 500; turn++, turns++) {
+            if (!mine.copies.empty() && randomness() % landing == 0) land_one(mine.copies);
+            if (!stores.empty() && randomness() % 8 == 0) land_one(stores);
+            const u32 warp = randomness() % mine.warps.size();  // the threads of a warp have turns one after the other
+            for (u32 i = 32 * warp; i < std::min(32 * warp + 32, threads); i++)
+                if (!mine.fibers[i].has_ended) resume(i);
+        }
+        memcpy(mine.shared.data(), shared, sizeof shared);
+        if (turns > 1000000ull * count) return false;
+    }
+    while (!stores.empty()) land_one(stores);
     return true;
 }

@@ -68,31 +68,33 @@ def tensor_map(
     return found
 
 
-def launcher(source: Path, threads: int, seed: Callable[[], int]) -> Callable[..., None]:
+def launcher(source: Path, threads: int, seed: Callable[[], int], headers: Sequence[Path] = ()) -> Callable[..., None]:
     """In place of `CudaKernel.launch`, of a kernel that has this source."""
 
     def launch(programs: int, specialization: str, arguments: Callable[[], Sequence[tuple[Any, Any]]]) -> None:
         given = arguments()
-        run = _compiled(source, specialization, tuple(_type(kind) for _, kind in given))
+        types = tuple(_type(value, kind) for value, kind in given)
+        run = _compiled((*headers, source), specialization, types)
         values = [ctypes.byref(value) if kind is None else kind(value) for value, kind in given]
         assert run(programs, threads, seed(), *values), "no thread can go on"
 
     return launch
 
 
-def _type(kind: Any) -> str:
-    return {None: "const TensorMap*", INT: "int", FLOAT: "float"}.get(kind, "void*")
+def _type(value: Any, kind: Any) -> str:
+    """A structure has its name here, too."""
+    return f"const {type(value).__name__}*" if kind is None else {INT: "int", FLOAT: "float"}.get(kind, "Pointer")
 
 
 @functools.cache
-def _compiled(source: Path, specialization: str, types: tuple[str, ...]) -> Any:
+def _compiled(sources: tuple[Path, ...], specialization: str, types: tuple[str, ...]) -> Any:
     parameters = ", ".join(f"{kind} a{i}" for i, kind in enumerate(types))
-    arguments = ", ".join(f"*a{i}" if "Map" in kind else f"a{i}" for i, kind in enumerate(types))
-    entry = _ENTRY.format(parameters=parameters, name=source.stem, arguments=arguments)
+    arguments = ", ".join(f"*a{i}" if "*" in kind else f"a{i}" for i, kind in enumerate(types))
+    entry = _ENTRY.format(parameters=parameters, name=sources[-1].stem, arguments=arguments)
     macros = [f"-D{name}={value}" for name, value in json.loads(specialization)["macros"].items()]
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder) / "kernel.cpp"
-        code.write_text(f'#include "{_HEADER}"\n#include "{source}"\n{entry}')
+        code.write_text("".join(f'#include "{path}"\n' for path in (_HEADER, *sources)) + entry)
         options = ["-std=c++17", "-O1", "-w", "-Wno-psabi", "-shared", "-fPIC", *macros]
         assert COMPILER is not None
         subprocess.run([COMPILER, *options, str(code), "-o", f"{folder}/kernel.so"], check=True)

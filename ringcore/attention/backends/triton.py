@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ringcore.attention.backend import AttentionBackend
+from ringcore.attention.backend import AttentionBackend, OneRow
 from ringcore.attention.backends.fused_prompts import (
     Prompts,
     attend_prompts,
@@ -234,6 +234,9 @@ class TritonBackend(AttentionBackend):
     def rotates(self, plan: object) -> bool:
         assert isinstance(plan, TritonStep)
         return plan.decodes is not None and plan.decodes.rotates and not plan.others and not self.spec.is_fp8
+
+    def one_row(self, plan: object) -> OneRow | None:
+        return plan.one_row if isinstance(plan, TritonStep) else None
 
     def forward_unrotated(
         self,

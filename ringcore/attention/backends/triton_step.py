@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ringcore.attention.backend import OneRow
 from ringcore.attention.backends.fused_prompts import Prompts
 from ringcore.attention.backends.step_tensors import StepTensors
 
@@ -52,6 +53,13 @@ class Chunks:
 class TritonStep:
     decodes: Decodes | None
     others: tuple[Chunks | Prompts, ...] = ()
+
+    @property
+    def one_row(self) -> OneRow | None:
+        decodes = self.decodes
+        if decodes is None or self.others or not decodes.reads_early or len(decodes.seq_lens) != 1:
+            return None
+        return OneRow(decodes.seq_lens, decodes.block_table)
 
 
 class Scores(NamedTuple):

@@ -34,12 +34,22 @@ class CudaKernel:
     # Whether this launch is intercepted; set while launches are, see `precompile.intercept_launches`.
     interceptor: ClassVar[Callable[[CudaKernel, str], bool] | None] = None
 
-    def __init__(self, module: str, name: str, source: Path, threads: int) -> None:
-        """module, name: where this object is found. source: the file, called as its function. threads: of a program."""
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        source: Path,
+        threads: int,
+        headers: Sequence[Path] = (),
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        """module, name: where this object is found. source: the file, called as its function. threads: of a program.
+        headers: what the source is put behind. is_alone: a program has an SM for itself."""
         self.fn = SimpleNamespace(__module__=module, __name__=name, __globals__={})
-        self.src = _PTX.read_text() + source.read_text()
+        self.src = "".join(path.read_text() for path in (_PTX, *headers, source))
         self.hash = ""  # Triton parses a kernel that has none yet
-        self._function, self._threads = source.stem, threads
+        self._function, self._threads, self._is_alone = source.stem, threads, is_alone
         self._loaded: dict[tuple[int, str], LoadedKernel] = {}
 
     @property
@@ -57,7 +67,7 @@ class CudaKernel:
         macros = [f"{name}={value}" for name, value in content["macros"].items()]
         cubin = compile_cuda(self.src, f"sm_{arch}a" if arch >= 90 else f"sm_{arch}", macros)
         keep = functools.partial(self._keep, specialization)
-        return LoadedKernel(cubin, self._function, content["shared_bytes"], keep)
+        return LoadedKernel(cubin, self._function, content["shared_bytes"], keep, is_alone=self._is_alone)
 
     def is_loaded(self, specialization: str) -> bool:
         return (triton_driver.active.get_current_device(), specialization) in self._loaded
@@ -82,9 +92,17 @@ class CudaKernel:
 class LoadedKernel:
     """A cubin, which `run` loads onto the current device."""
 
-    def __init__(self, cubin: bytes, function: str, shared_bytes: int, keep: Callable[[LoadedKernel], object]) -> None:
+    def __init__(
+        self,
+        cubin: bytes,
+        function: str,
+        shared_bytes: int,
+        keep: Callable[[LoadedKernel], object],
+        *,
+        is_alone: bool = False,
+    ) -> None:
         """keep: called with this when it is loaded."""
-        self.cubin, self.shared_bytes = cubin, shared_bytes
+        self.cubin, self.shared_bytes, self._is_alone = cubin, shared_bytes, is_alone
         self._function, self._keep = function, keep
 
     @functools.cached_property
@@ -95,10 +113,10 @@ class LoadedKernel:
         function = call_driver("cuModuleGetFunction", module, self._function.encode())
         dynamic = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call_driver("cuFuncSetAttribute", function, dynamic, self.shared_bytes)
-        # All there is, so that programs of two kernels are on an SM at once.
         carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         call_driver("cuFuncSetAttribute", function, carveout, 100)
-        take_all_shared_memory(torch.device("cuda", torch.cuda.current_device()))
+        if not self._is_alone:  # then programs of two kernels are on an SM at once
+            take_all_shared_memory(torch.device("cuda", torch.cuda.current_device()))
         self._keep(self)
         return function
 

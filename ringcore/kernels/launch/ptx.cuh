@@ -13,6 +13,15 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// How many registers a thread may have from here on, called by the four warps of a group: from 24 to 240, by 8.
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+template <int COUNT> __device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
 // Named barriers of a program's threads.
 template <int COUNT> __device__ __forceinline__ void sync_threads(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(COUNT) : "memory");
@@ -61,6 +70,40 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int a, in
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(barrier) : "memory");
+}
+
+// A bulk copy of contiguous bytes, a multiple of 16, aligned to 16.
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int num_bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 :: "r"(to), "l"(from), "r"(num_bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+// What programs of a launch tell each other: relaxed, so in no order; past the L1 cache.
+__device__ __forceinline__ void add_to_counter(u64* counter, u64 number) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(counter), "l"(number) : "memory");
+}
+
+__device__ __forceinline__ u64 load_counter(const u64* counter) {
+    u64 found;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(counter) : "memory");
+    return found;
+}
+
+__device__ __forceinline__ void store_past_l1(u32* to, u32 word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(to), "r"(word) : "memory");
+}
+
+template <int WIDTH> __device__ __forceinline__ void load_past_l1(u32* words, const u32* from) {
+    if (WIDTH == 8) {
+        load_past_l1<4>(words, from);
+        load_past_l1<4>(words + 4, from + 4);
+    } else if (WIDTH == 4)
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(from) : "memory");
+    else if (WIDTH == 2)
+        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from) : "memory");
+    else
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_16(u32 address) {

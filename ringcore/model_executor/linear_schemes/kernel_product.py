@@ -64,6 +64,7 @@ class KernelProduct(Product):
         self._int8_gemv = None if isinstance(weight, torch.Tensor) else of_one_row(weight)
         self._choose_split_k = skinny_configs.choose_split_k
         self._defers = True  # splits, to the next norm
+        self._is_invariant = False
         self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig, skinny_tiles.Int8GemvConfig
         self._row_norm = round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
@@ -73,6 +74,12 @@ class KernelProduct(Product):
     def stored_as(self) -> tuple[str, str, Numbers]:
         """See `packed_weight.stored_as`."""
         return stored_as(self.weight)
+
+    @property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The weight and the bias, where any kernel may multiply them; None: the weight is quantized, or the product
+        batch-invariant."""
+        return (self.weight, self._bias) if isinstance(self.weight, torch.Tensor) and not self._is_invariant else None
 
     @property
     def has_int8_gemv(self) -> bool:
@@ -103,7 +110,7 @@ class KernelProduct(Product):
         def choose(num_outputs: int, num_inputs: int, num_rows: int, *, is_gated: bool = False) -> Config | None:
             return tiles.choose(num_rows) if num_rows else None
 
-        made._choose, made._defers, made._int8_gemv = choose, False, None
+        made._choose, made._defers, made._int8_gemv, made._is_invariant = choose, False, None, True
         return made
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ringcore.model_executor.models.draft_head import DraftHead
 from ringcore.model_executor.models.int8_gemvs import agree_on_int8_gemv
 from ringcore.model_executor.models.layer_builder import LayerBuilder
 from ringcore.model_executor.models.mixture import Experts
+from ringcore.model_executor.models.persistent_decoder import PersistentDecoder
 from ringcore.model_executor.models.recorded_layers import RecordedLayers
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.stages import layers_of, total_bytes
@@ -76,6 +77,7 @@ class DenseDecoder(CausalLM):
         )
         self._num_ranks = tp.size
         self._recorded = RecordedLayers(self._run_layers, num_ranks=tp.size)
+        self._persistent: PersistentDecoder | None = None
         self._between_taps: dict[int, RecordedLayers] = {}  # with a head that drafts, by their first layer
         self._take_stage(layers, [self.embed_tokens], [*([] if tied is None else [tied]), self.norm, self.lm_head])
 
@@ -138,6 +140,7 @@ class DenseDecoder(CausalLM):
         for decoder_layer in self.layers:
             decoder_layer.bind_device(device)
         agree_on_int8_gemv(self._weighted)
+        self._persistent = PersistentDecoder.of(self.layers) if self._num_ranks == 1 else None
         assert not len(tensors), "a declared weight was not bound"
 
     def refresh(self) -> None:
@@ -161,8 +164,9 @@ class DenseDecoder(CausalLM):
         return self._recorded(hidden, layer_inputs) if self.draft_head is None else self._tapped(hidden, layer_inputs)
 
     def _run_layers(self, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        for layer in self.layers:
-            layer(hidden, inputs)
+        if self._persistent is None or not self._persistent(hidden, inputs):
+            for layer in self.layers:
+                layer(hidden, inputs)
         return hidden.normed(self.norm) if self.stage.is_last else hidden.rows
 
     def _tapped(self, rows: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:

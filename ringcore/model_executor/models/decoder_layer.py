@@ -83,10 +83,10 @@ class SelfAttention(Sublayer):
         """qkv_proj: the heads of q, of k and of v, the pairs that are rotated interleaved. rotary: the index of the
         rotary embedding. head_norm, qk_norm: of each head alone, of all heads together; at most one of them."""
         self.attention, self.qkv_proj, self.o_proj = attention, qkv_proj, o_proj
-        self.rotary, self._head_norm, self._qk_norm, self._sinks = rotary, head_norm, qk_norm, sinks
+        self.rotary, self.head_norm, self.qk_norm, self.sinks = rotary, head_norm, qk_norm, sinks
 
     def layers(self) -> list[WeightedLayer]:
-        optional = [part for part in (self._head_norm, self._qk_norm, self._sinks) if part is not None]
+        optional = [part for part in (self.head_norm, self.qk_norm, self.sinks) if part is not None]
         return [self.qkv_proj, *optional, self.o_proj]
 
     def attention_layers(self) -> list[AnyAttention]:
@@ -96,16 +96,16 @@ class SelfAttention(Sublayer):
         """The input of `o_proj`: [n, num_heads * head_dim]."""
         ctx = inputs.ctx
         qkv = self.qkv_proj.after_norm(norm, hidden, ctx.tokens)
-        if self._qk_norm is not None:
-            self._qk_norm(qkv)
-        sinks = None if self._sinks is None else self._sinks.values
+        if self.qk_norm is not None:
+            self.qk_norm(qkv)
+        sinks = None if self.sinks is None else self.sinks.values
         rotate = inputs.rotations[self.rotary]
-        rotation = rotate.of_heads(self._head_norm)
+        rotation = rotate.of_heads(self.head_norm)
         if rotation is not None and self.attention.rotates(ctx):
             return self.attention.of_projection(qkv, rotation, ctx, sinks).flatten(1)
         kv_target = self.attention.kv_write_target(ctx)
         heads = self.attention.num_heads, self.attention.num_kv_heads
-        q, k, v = rotate(qkv, *heads, self._head_norm, kv_target)
+        q, k, v = rotate(qkv, *heads, self.head_norm, kv_target)
         return self.attention(q, k, v, ctx, sinks).reshape(len(hidden), -1)
 
     def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
@@ -122,14 +122,14 @@ class GatedMLP(Sublayer):
         self, gate_up_proj: ColumnParallelLinear, down_proj: RowParallelLinear, activation: Activation
     ) -> None:
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        self._activation = activation
+        self.activation = activation
         self._gate: BoundGate
 
     def layers(self) -> list[WeightedLayer]:
         return [self.gate_up_proj, self.down_proj]
 
     def bind_device(self, device: torch.device) -> None:
-        self._gate = bind_activation(self._activation, device)
+        self._gate = bind_activation(self.activation, device)
 
     def _gated(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
         """The input of `down_proj`: [n, this rank's share]."""

@@ -1,0 +1,387 @@
+// What persistent_layers.cu is made of besides the products: a program, how programs tell each other numbers, attention.
+//
+// Macros: NUM_PROGRAMS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, MAX_SPLITS, HAS_HEAD_NORM, TYPE, of weights and
+// of keys and values, HEAD_GAIN_TYPE, NUM_SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES. Types: 0 bfloat16, 1 float16, 2 float32.
+
+constexpr int NUM_WARPS = 8, THREADS = 32 * NUM_WARPS;  // consumers; of four more, one loads weights
+constexpr int OUT_SIZE = NUM_HEADS * HEAD_SIZE, KV_SIZE = NUM_KV_HEADS * HEAD_SIZE, QKV_SIZE = OUT_SIZE + 2 * KV_SIZE;
+constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;  // query heads of a KV head
+constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
+constexpr long long DEADLINE = 2000000000;  // cycles, about a second: programs that have not arrived do not run
+
+constexpr int SUMS_AT = NUM_SLOTS * SLOT_BYTES;                // of units, [rows, warps]; attention has it between
+constexpr int SQUARES_AT = SUMS_AT + SCRATCH_BYTES;
+constexpr int IS_WAITING_AT = SQUARES_AT + 4 * NUM_WARPS, IS_LATE_AT = IS_WAITING_AT + 4;
+constexpr int BARRIERS_AT = IS_LATE_AT + 4;
+static_assert(BARRIERS_AT + 16 * NUM_SLOTS == SHARED_BYTES && SUMS_AT % 16 == 0);
+
+__device__ __forceinline__ float low_half(u32 pair, int type) {
+    return type == 0 ? __uint_as_float(pair << 16) : low_float16(pair);
+}
+
+__device__ __forceinline__ float high_half(u32 pair, int type) {
+    return type == 0 ? __uint_as_float(pair & 0xffff0000u) : high_float16(pair);
+}
+
+// A thread's inputs of a part: vectors of as many numbers as divide their count, which is V.
+template <int V> constexpr int VECTOR = V % 8 == 0 ? 8 : V % 4 == 0 ? 4 : 2;
+
+template <int V> __device__ __forceinline__ int input_of(int i) {
+    return (i / VECTOR<V> * THREADS + threadIdx.x) * VECTOR<V> + i % VECTOR<V>;
+}
+
+// A word is a float32 whose lowest four bits are a tag: by how often its place was written. So a reader knows whether it
+// has the word of this time, and no store has to be waited for: without tags, each barrier would begin with a fence.
+__device__ __forceinline__ void store_word(u32* to, float value, u32 tag) {
+    store_past_l1(to, (__float_as_uint(value) & ~15u) | (tag & 15));
+}
+
+__device__ __forceinline__ float number_of(u32 word) { return __uint_as_float(word & ~15u); }
+
+// The consumers of a program.
+struct Program {
+    char* const shared;
+    u64* const counter;  // of arrivals, never reset
+    const u32 base;
+    const int lane, warp;
+    u64 target;
+
+    __device__ __forceinline__ Program(char* shared, u64* counter)
+        : shared(shared), counter(counter), base(shared_address(shared)), lane(threadIdx.x & 31), warp(threadIdx.x >> 5) {}
+
+    __device__ __forceinline__ void sync() const { sync_threads<THREADS>(2); }
+
+    // Of all programs that run, this one has not arrived.
+    __device__ __forceinline__ void begin() { target = load_counter(counter) / NUM_PROGRAMS * NUM_PROGRAMS; }
+
+    // How many layers there were before, in all launches, and this one: six barriers are a layer.
+    __device__ __forceinline__ u32 layer_tag() const { return (u32)(target / (6 * NUM_PROGRAMS)) + 1; }
+
+    __device__ __forceinline__ bool is_late() const { return load_4(base + IS_LATE_AT); }
+
+    __device__ __forceinline__ void arrive_at_grid() {
+        sync();
+        target += NUM_PROGRAMS;
+        if (threadIdx.x) return;
+        add_to_counter(counter, 1);
+        store_4(base + IS_WAITING_AT, 1);
+    }
+
+    __device__ __forceinline__ void wait_for_grid() const {
+        if (threadIdx.x == 0) {
+            const long long start = clock64();
+            while (load_counter(counter) < target && !is_late())
+                if (clock64() - start > DEADLINE) store_4(base + IS_LATE_AT, 1);
+        }
+        sync();
+    }
+
+    __device__ __forceinline__ void has_row() const {
+        if (threadIdx.x == 0) store_4(base + IS_WAITING_AT, 0);
+    }
+
+    // COUNT vectors of WIDTH words, `stride` words apart. Returns bits of which the lowest four are 0 if all have the tag.
+    template <int COUNT, int WIDTH> static __device__ __forceinline__ u32 load(u32* words, const u32* from, int stride, u32 tag) {
+        u32 differs = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) load_past_l1<WIDTH>(words + i * WIDTH, from + i * stride);
+#pragma unroll
+        for (int i = 0; i < COUNT * WIDTH; i++) differs |= words[i] ^ tag;
+        return differs;
+    }
+
+    // A thread's V inputs of those from `from` on.
+    template <int V> static __device__ __forceinline__ u32 load_inputs(u32* words, const u32* from, u32 tag) {
+        return load<V / VECTOR<V>, VECTOR<V>>(words, from + threadIdx.x * VECTOR<V>, THREADS * VECTOR<V>, tag);
+    }
+
+    // Calls `load` until all words have their tag.
+    template <class Load> __device__ __forceinline__ void load_until_written(Load load) const {
+        const long long start = clock64();
+        while ((load() & 15) && !is_late())
+            if (clock64() - start > DEADLINE) store_4(base + IS_LATE_AT, 1);
+    }
+};
+
+// Sums over groups of LANES lanes of N numbers of each lane. A lane gets that of the number lane % LANES / (LANES / N).
+template <int N, int LANES = 32> __device__ __forceinline__ float sum_over_lanes(float* numbers, int lane) {
+    int lanes = LANES / 2;
+#pragma unroll
+    for (int n = N / 2; n; n /= 2, lanes /= 2) {
+        const bool is_upper = lane & lanes;
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            const float given = is_upper ? numbers[i] : numbers[i + n];
+            numbers[i] = (is_upper ? numbers[i + n] : numbers[i]) + __shfl_xor_sync(~0u, given, lanes);
+        }
+    }
+#pragma unroll
+    for (; lanes; lanes /= 2) numbers[0] += __shfl_xor_sync(~0u, numbers[0], lanes);
+    return numbers[0];
+}
+
+// Attention of one row. A program has a KV head, its query heads, and a split of the context: tiles of TILE tokens, of
+// which a warp has eight at a time. A key or value is spread over LANES lanes of a warp.
+struct Attention {
+    static constexpr int TILE = 8 * NUM_WARPS, LANES = HEAD_SIZE / 8, TOKENS = 32 / LANES, LOADS = 8 / TOKENS;
+    static constexpr int QUERY_AT = SUMS_AT, KEY_AT = QUERY_AT + 4 * GROUP * HEAD_SIZE, WEIGHTS_AT = KEY_AT + 4 * HEAD_SIZE;
+    static constexpr int MAXIMA_AT = WEIGHTS_AT + 4 * 8 * NUM_WARPS * GROUP, VALUES_AT = MAXIMA_AT + 8 * NUM_WARPS * GROUP;
+    static_assert(VALUES_AT + 4 * NUM_WARPS * GROUP * HEAD_SIZE <= SUMS_AT + SCRATCH_BYTES && VALUES_AT % 16 == 0);
+    static constexpr int V = HEAD_SIZE / 32;  // numbers of a lane of a head
+
+    // Words: the result [OUT_SIZE]; q, k and v [QKV_SIZE]; of each split the result [MAX_SPLITS, OUT_SIZE], and its
+    // log-sum-exp, base 2, of a head [MAX_SPLITS, NUM_HEADS].
+    u32* const result;
+    const int* const block_table;
+    const float scale, eps;
+    const int length, num_tiles;
+    const int num_splits, head, split, first, end;  // the latter two: tiles
+    uint4 keys[LOADS], values[LOADS];  // of a tile
+    float cos_sin[V], head_gains[V];   // of the lane's numbers; the latter of its warp's head
+
+    __device__ __forceinline__ Attention(
+        const Program& program, u32* exchanged, const int* seq_len, const int* block_table, const float* angles, float scale,
+        float eps
+    ) : result(exchanged), block_table(block_table), scale(scale * 1.4426950408889634f), eps(eps), length(__ldcg(seq_len)),
+        num_tiles((length + TILE - 1) / TILE), num_splits(min(num_tiles, MAX_SPLITS)), head(blockIdx.x % NUM_KV_HEADS),
+        split(blockIdx.x / NUM_KV_HEADS), first(split < num_splits ? split * num_tiles / num_splits : 0),
+        end(split < num_splits ? (split + 1) * num_tiles / num_splits : 0) {
+#pragma unroll
+        for (int i = 0; i < V; i++) cos_sin[i] = __ldcg(angles + program.lane * V + i);
+    }
+
+    __device__ __forceinline__ u32* qkv() const { return result + OUT_SIZE; }
+    __device__ __forceinline__ u32* partials() const { return qkv() + QKV_SIZE; }
+    __device__ __forceinline__ u32* sums() const { return partials() + MAX_SPLITS * OUT_SIZE; }
+
+    // Of the lane's i-th key or value of a tile.
+    __device__ __forceinline__ int token_of(const Program& program, int tile, int i) const {
+        return tile * TILE + program.warp * 8 + i * TOKENS + program.lane / LANES;
+    }
+
+    __device__ __forceinline__ u16* key_of(u16* kv_cache, int token) const {
+        const size_t page = (size_t)__ldcg(block_table + token / BLOCK_SIZE) * (2 * KV_SIZE * BLOCK_SIZE);
+        return kv_cache + page + (head * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_SIZE;
+    }
+
+    __device__ __forceinline__ void load_tile(const Program& program, u16* kv_cache, int tile) {
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            const int token = token_of(program, tile, i);
+            keys[i] = values[i] = make_uint4(0, 0, 0, 0);
+            if (token + 1 >= length) continue;  // the last one is written by this step
+            const u16* const key = key_of(kv_cache, token) + program.lane % LANES * 8;
+            keys[i] = __ldcg((const uint4*)key);
+            values[i] = __ldcg((const uint4*)(key + KV_SIZE * BLOCK_SIZE));
+        }
+    }
+
+    // What does not depend on the query: before it is there.
+    __device__ __forceinline__ void prefetch(const Program& program, u16* kv_cache, const void* gains) {
+        if (first >= end) return;
+        load_tile(program, kv_cache, first);
+        if (HAS_HEAD_NORM) load_head_gains(program, program.warp, gains);
+    }
+
+    __device__ __forceinline__ void load_head_gains(const Program& program, int which, const void* gains) {
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            const int at = (which >= GROUP) * HEAD_SIZE + program.lane * V + i;
+            head_gains[i] = HEAD_GAIN_TYPE == 2 ? __ldcg((const float*)gains + at)
+                                                : low_half(__ldcg((const u16*)gains + at), HEAD_GAIN_TYPE);
+        }
+    }
+
+    // A head of q, k or v by a warp, normalised and rotated: HEAD_SIZE / 32 numbers of a lane.
+    __device__ __forceinline__ void load_head(const Program& program, int which, const void* gains, float* x, u32 tag) {
+        const int at = which < GROUP ? (head * GROUP + which) * HEAD_SIZE
+                                     : OUT_SIZE + (which - GROUP) * KV_SIZE + head * HEAD_SIZE;
+        u32 words[V];
+        program.load_until_written([&] { return Program::load<1, V>(words, qkv() + at + program.lane * V, 0, tag); });
+        float square = 0;
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            x[i] = number_of(words[i]);
+            square += x[i] * x[i];
+        }
+        if (which > GROUP) return;
+        if (HAS_HEAD_NORM) {
+#pragma unroll
+            for (int lanes = 16; lanes; lanes /= 2) square += __shfl_xor_sync(~0u, square, lanes);
+            const float factor = rsqrtf(square / HEAD_SIZE + eps);
+            if (which >= NUM_WARPS) load_head_gains(program, which, gains);
+#pragma unroll
+            for (int i = 0; i < V; i++) x[i] *= factor * head_gains[i];
+        }
+#pragma unroll
+        for (int i = 0; i < V; i += 2) {  // pairs are interleaved
+            const float real = x[i] * cos_sin[i] - x[i + 1] * cos_sin[i + 1];
+            x[i + 1] = x[i] * cos_sin[i + 1] + x[i + 1] * cos_sin[i];
+            x[i] = real;
+        }
+    }
+
+    // q, k and v of this step to shared memory, q in float32; k and v to the KV cache.
+    __device__ __forceinline__ void load_heads(const Program& program, u16* kv_cache, const void* gains, u32 tag) {
+        u16* const own_key = end == num_tiles ? key_of(kv_cache, length - 1) : nullptr;
+        for (int which = program.warp; which < GROUP + 2; which += NUM_WARPS) {
+            float x[V];
+            load_head(program, which, gains, x, tag);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                if (which < GROUP) {
+                    ((float*)(program.shared + QUERY_AT))[which * HEAD_SIZE + program.lane * V + i] = x[i] * scale;
+                    continue;
+                }
+                const int at = program.lane * V + i;
+                const u16 rounded = TYPE == 0 ? to_bfloat16(x[i]) : to_float16(x[i]);
+                ((u16*)(program.shared + KEY_AT))[(which - GROUP) * HEAD_SIZE + at] = rounded;
+                if (own_key) own_key[(which - GROUP) * KV_SIZE * BLOCK_SIZE + at] = rounded;
+            }
+        }
+        program.sync();
+    }
+
+    // Places that this context leaves unused are written in every layer too: a tag says one time only if none is left out.
+    __device__ __forceinline__ void write_unused(u32 tag) const {
+        if (first < end || split >= MAX_SPLITS) return;
+        for (int i = threadIdx.x; i < GROUP * HEAD_SIZE; i += THREADS)
+            store_word(partials() + split * OUT_SIZE + head * GROUP * HEAD_SIZE + i, 0, tag);
+        if (threadIdx.x < GROUP) store_word(sums() + split * NUM_HEADS + head * GROUP + threadIdx.x, 0, tag);
+    }
+
+    __device__ __forceinline__ void attend(const Program& program, u16* kv_cache, const void* gains, u32 tag) {
+        write_unused(tag);
+        if (first >= end) return;
+        load_heads(program, kv_cache, gains, tag);
+        const int lane = program.lane, from = lane % LANES * 8;
+        float maxima[GROUP], totals[GROUP], weighted[GROUP][8];
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            maxima[g] = -1e30f;
+            totals[g] = 0;
+#pragma unroll
+            for (int d = 0; d < 8; d++) weighted[g][d] = 0;
+        }
+        float* const weights = (float*)(program.shared + WEIGHTS_AT) + program.warp * 8 * GROUP;
+        // After the reduction a lane has the scores of one token, which is its key of this index.
+        constexpr int SAME = LANES / LOADS;
+        const int own = lane % LANES / SAME;
+#pragma unroll 1
+        for (int tile = first; tile < end; tile++) {
+#pragma unroll
+            for (int i = 0; i < LOADS; i++)
+                if (token_of(program, tile, i) == length - 1) {
+                    keys[i] = load_16(program.base + KEY_AT + 2 * from);
+                    values[i] = load_16(program.base + KEY_AT + 2 * (HEAD_SIZE + from));
+                }
+            const bool is_token = token_of(program, tile, own) < length;
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                float scores[LOADS];
+                uint4 query[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    query[half] = load_16(program.base + QUERY_AT + 4 * (g * HEAD_SIZE + from + 4 * half));
+#pragma unroll
+                for (int i = 0; i < LOADS; i++) {
+                    scores[i] = 0;
+#pragma unroll
+                    for (int d = 0; d < 4; d++) {
+                        const u32* const of_pair = &query[d / 2].x + 2 * (d % 2);
+                        scores[i] = fmaf(low_half((&keys[i].x)[d], TYPE), __uint_as_float(of_pair[0]), scores[i]);
+                        scores[i] = fmaf(high_half((&keys[i].x)[d], TYPE), __uint_as_float(of_pair[1]), scores[i]);
+                    }
+                }
+                const float sum = sum_over_lanes<LOADS, LANES>(scores, lane), score = is_token ? sum : -1e30f;
+                float maximum = fmaxf(maxima[g], score);
+#pragma unroll
+                for (int lanes = SAME; lanes < 32; lanes *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
+                const float factor = exp2f(maxima[g] - maximum), weight = is_token ? exp2f(score - maximum) : 0;
+                maxima[g] = maximum;
+                totals[g] = totals[g] * factor + weight;
+#pragma unroll
+                for (int d = 0; d < 8; d++) weighted[g][d] *= factor;
+                if (lane % SAME == 0) weights[(own * TOKENS + lane / LANES) * GROUP + g] = weight;
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < LOADS; i++)
+#pragma unroll
+                for (int g = 0; g < GROUP; g++) {
+                    const float weight = weights[(i * TOKENS + lane / LANES) * GROUP + g];
+#pragma unroll
+                    for (int d = 0; d < 4; d++) {
+                        weighted[g][2 * d] = fmaf(low_half((&values[i].x)[d], TYPE), weight, weighted[g][2 * d]);
+                        weighted[g][2 * d + 1] = fmaf(high_half((&values[i].x)[d], TYPE), weight, weighted[g][2 * d + 1]);
+                    }
+                }
+            __syncwarp();
+            if (tile + 1 < end) load_tile(program, kv_cache, tile + 1);
+        }
+        merge_warps(program, maxima, totals, weighted, tag);
+    }
+
+    // The program's split of its heads: the sum of values, and its log-sum-exp.
+    __device__ __forceinline__ void merge_warps(
+        const Program& program, const float* maxima, float* totals, float (*weighted)[8], u32 tag
+    ) const {
+        const int lane = program.lane, from = lane % LANES * 8;
+        float* const of_warps = (float*)(program.shared + MAXIMA_AT);  // [NUM_WARPS, GROUP, 2]: maximum, total
+        float* const values = (float*)(program.shared + VALUES_AT);    // [NUM_WARPS, GROUP, HEAD_SIZE]
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+#pragma unroll
+            for (int lanes = LANES / LOADS; lanes < 32; lanes *= 2) totals[g] += __shfl_xor_sync(~0u, totals[g], lanes);
+#pragma unroll
+            for (int lanes = LANES; lanes < 32; lanes *= 2)
+#pragma unroll
+                for (int d = 0; d < 8; d++) weighted[g][d] += __shfl_xor_sync(~0u, weighted[g][d], lanes);
+            if (lane == 0) {
+                of_warps[2 * (program.warp * GROUP + g)] = maxima[g];
+                of_warps[2 * (program.warp * GROUP + g) + 1] = totals[g];
+            }
+            if (lane < LANES)
+#pragma unroll
+                for (int d = 0; d < 8; d++) values[(program.warp * GROUP + g) * HEAD_SIZE + from + d] = weighted[g][d];
+        }
+        program.sync();
+        for (int i = threadIdx.x; i < GROUP * HEAD_SIZE; i += THREADS) {
+            const int g = i / HEAD_SIZE;
+            float maximum = of_warps[2 * g], total = 0, value = 0;
+#pragma unroll
+            for (int j = 1; j < NUM_WARPS; j++) maximum = fmaxf(maximum, of_warps[2 * (j * GROUP + g)]);
+#pragma unroll
+            for (int j = 0; j < NUM_WARPS; j++) {
+                const float factor = exp2f(of_warps[2 * (j * GROUP + g)] - maximum);
+                total += of_warps[2 * (j * GROUP + g) + 1] * factor;
+                value += values[j * GROUP * HEAD_SIZE + i] * factor;
+            }
+            store_word(partials() + split * OUT_SIZE + head * GROUP * HEAD_SIZE + i, value / total, tag);
+            if (i % HEAD_SIZE == 0) store_word(sums() + split * NUM_HEADS + head * GROUP + g, maximum + log2f(total), tag);
+        }
+    }
+
+    // The result from the partials of all splits, by a warp for 32 numbers.
+    __device__ __forceinline__ void combine(const Program& program, u32 tag) const {
+        const int i = (program.warp * NUM_PROGRAMS + blockIdx.x) * 32 + program.lane;
+        if (i >= OUT_SIZE) return;
+        u32 words[MAX_SPLITS], of_splits[MAX_SPLITS];
+        program.load_until_written([&] {
+            return Program::load<MAX_SPLITS, 1>(words, partials() + i, OUT_SIZE, tag)
+                 | Program::load<MAX_SPLITS, 1>(of_splits, sums() + i / HEAD_SIZE, NUM_HEADS, tag);
+        });
+        float maximum = -1e30f, total = 0, value = 0;
+#pragma unroll
+        for (int s = 0; s < MAX_SPLITS; s++)
+            if (s < num_splits) maximum = fmaxf(maximum, number_of(of_splits[s]));
+#pragma unroll
+        for (int s = 0; s < MAX_SPLITS; s++)
+            if (s < num_splits) {
+                const float weight = exp2f(number_of(of_splits[s]) - maximum);
+                total += weight;
+                value = fmaf(weight, number_of(words[s]), value);
+            }
+        store_word(result + i, num_splits ? __fdividef(value, total) : 0, tag);
+    }
+};

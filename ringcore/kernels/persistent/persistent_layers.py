@@ -1,0 +1,182 @@
+"""One row through all layers of a dense decoder on Hopper in one launch: a persistent kernel in CUDA C++
+(`persistent_layers.cu`).
+
+One program an SM stays for the whole step. One of its threads fills a ring in shared memory with the weights of all
+products of all layers, in their order, by bulk copies: they do not depend on the row, so memory is busy while programs
+wait for each other, which they do six times a layer: after QKV, each split of attention, their merge, the output
+projection, gate and up, and down. Eight warps multiply what has landed. A program has whole rows of the weights, and a
+thread the same inputs of each, which it keeps in registers.
+
+Programs exchange numbers through the L2 cache. A number has a tag in its lowest four bits, and a barrier over the grid
+is a counter without a fence: a reader checks the tags, and reads again in the rare case that a store is late. With a
+fence, which waits until all stores have arrived behind the weights that are loaded, a layer takes 2 to 3 us more.
+
+Attention is split over tokens (split-KV): a program has a KV head and some tiles of 64 tokens, and loads the first of
+them before the query is there. Up to 16 splits are merged by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringcore.kernels.launch.cuda_kernel import FLOAT, INT, POINTER, CudaKernel
+from ringcore.kernels.launch.nvrtc import nvrtc_version
+from ringcore.kernels.linears.skinny_times import NUM_SMS
+from ringcore.kernels.linears.tma_configs import has_wgmma
+from ringcore.kernels.persistent.persistent_tiles import DecoderShape, PersistentTiles
+
+__all__ = ["MAX_LAYERS", "Layers", "PersistentLayer", "PersistentLayers", "persistent_layers", "runs_on"]
+
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_HERE = Path(__file__)
+MAX_LAYERS = 128
+NUM_THREADS = 384  # eight warps that multiply, and four of which one loads weights
+
+
+class Layers(ctypes.Structure):
+    """As in the kernel: of each layer its pointers."""
+
+    _fields_ = (("at", ctypes.c_uint64 * 9 * MAX_LAYERS),)
+
+    def __init__(self, pointers: Sequence[Sequence[int]]) -> None:
+        super().__init__(tuple(tuple(of_layer) for of_layer in pointers))
+
+    def getPtr(self) -> int:  # noqa: N802 - what cuda-bindings asks for
+        return ctypes.addressof(self)
+
+
+persistent_layers = CudaKernel(
+    __name__,
+    "persistent_layers",
+    _HERE.with_suffix(".cu"),
+    NUM_THREADS,
+    headers=(_HERE.with_name("persistent_attention.cuh"),),
+    is_alone=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PersistentLayer:
+    """The tensors of one layer, contiguous, on one GPU."""
+
+    input_gain: torch.Tensor  # [hidden_size]; of the norm before QKV
+    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_size, hidden_size], pairs of a head interleaved
+    bias: torch.Tensor | None  # of qkv
+    head_gains: torch.Tensor | None  # [2, head_size]: QK norm
+    out: torch.Tensor  # [hidden_size, num_heads * head_size]
+    mlp_gain: torch.Tensor
+    gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]
+    down: torch.Tensor  # [hidden_size, intermediate_size]
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """Of the products, in their order; and the bias."""
+        return (self.qkv, self.out, self.gate_up, self.down, *(() if self.bias is None else (self.bias,)))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """As `Layer` in the kernel has them."""
+        linears = self.qkv, self.out, self.gate_up, self.down, self.bias
+        return *linears, self.input_gain, self.mlp_gain, self.head_gains
+
+
+class PersistentLayers:
+    """The layers of a decoder, for steps of one row."""
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        tiles: PersistentTiles,
+        layers: Sequence[PersistentLayer],
+        *,
+        eps: float,
+        head_eps: float,
+        scale: float,
+        is_gelu: bool,
+    ) -> None:
+        """eps, head_eps: of the norms of the stream, and of heads. scale: of scores."""
+        self._shape, self._tiles, self._layers = shape, tiles, layers
+        self._numbers = scale, eps, head_eps
+        self._is_gelu = is_gelu
+        words = shape.hidden_size + shape.intermediate_size + self._heads
+        words += self._heads + 2 * shape.num_kv_heads * shape.head_size
+        words += tiles.max_splits * (self._heads + shape.num_heads)
+        device = layers[0].qkv.device
+        self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._exchanged = torch.zeros(words, dtype=torch.int32, device=device)
+
+    @property
+    def _heads(self) -> int:
+        return self._shape.num_heads * self._shape.head_size
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        cos_sin: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+    ) -> None:
+        """hidden: [1, hidden_size] float32, the residual stream, which is replaced by that after the last layer; NaN if
+        a program has waited for another for a second. cos_sin: [1, head_size], see `HeadRotation`. seq_lens: [1] int32,
+        the row's token included. block_table: [1, max_num_blocks] int32. kv_caches: by layer, [num_blocks, 2,
+        num_kv_heads, block_size, head_size]; the row's key and value are written to them.
+        """
+        assert hidden.shape == (1, self._shape.hidden_size), hidden.shape
+        assert hidden.dtype == torch.float32, hidden.dtype
+        content = self._specialization(kv_caches[0].shape[3])
+        tensors = hidden, cos_sin, seq_lens, block_table, self._counter, self._exchanged
+
+        def arguments() -> list[tuple[Any, Any]]:
+            of_layers = [(*layer.tensors, cache) for layer, cache in zip(self._layers, kv_caches, strict=True)]
+            pointers = [[0 if one is None else one.data_ptr() for one in tensors] for tensors in of_layers]
+            return [
+                (Layers(pointers), None),
+                *((tensor.data_ptr(), POINTER) for tensor in tensors),
+                (len(pointers), INT),
+                *((number, FLOAT) for number in self._numbers),
+            ]
+
+        persistent_layers.launch(NUM_SMS, content, arguments)
+
+    @functools.cache  # noqa: B019 - as few as there are block sizes
+    def _specialization(self, block_size: int) -> str:
+        shape, tiles, first = self._shape, self._tiles, self._layers[0]
+        products = ((of.inputs, of.outputs, of.parts, of.slot_rows, of.unit_rows) for of in tiles.products)
+        macros = {
+            "NUM_PROGRAMS": NUM_SMS,
+            "MAX_LAYERS": MAX_LAYERS,
+            "NUM_HEADS": shape.num_heads,
+            "NUM_KV_HEADS": shape.num_kv_heads,
+            "HEAD_SIZE": shape.head_size,
+            "BLOCK_SIZE": block_size,
+            "MAX_SPLITS": tiles.max_splits,
+            "PRODUCTS": ",".join(f"{{{','.join(map(str, numbers))}}}" for numbers in products),
+            "SLOT_BYTES": tiles.slot_bytes,
+            "NUM_SLOTS": tiles.num_slots,
+            "WINDOW": tiles.window(early=False),
+            "EARLY_WINDOW": tiles.window(early=True),
+            "SCRATCH_BYTES": tiles.scratch_bytes,
+            "SHARED_BYTES": tiles.shared_bytes,
+            "TYPE": _TYPES[first.qkv.dtype],
+            "GAIN_TYPE": _TYPES[first.input_gain.dtype],
+            "HEAD_GAIN_TYPE": 0 if first.head_gains is None else _TYPES[first.head_gains.dtype],
+            "HAS_HEAD_NORM": int(first.head_gains is not None),
+            "HAS_BIAS": int(first.bias is not None),
+            "IS_GELU": int(self._is_gelu),
+        }
+        return json.dumps({"macros": macros, "shared_bytes": tiles.shared_bytes})
+
+
+def runs_on(device: torch.device) -> bool:
+    """Hopper, with as many SMs as there are programs; they all run at once."""
+    has_compiler = nvrtc_version() is not None and has_wgmma(device)
+    return has_compiler and torch.cuda.get_device_properties(device).multi_processor_count >= NUM_SMS

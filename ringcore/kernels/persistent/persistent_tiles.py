@@ -1,0 +1,131 @@
+"""Which decoders one launch of `persistent_layers` computes, and by which tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ringcore.kernels.linears.skinny_times import NUM_SMS
+
+__all__ = ["DecoderShape", "PersistentTiles", "ProductTiles", "choose_persistent_tiles"]
+
+_THREADS, _NUM_WARPS = 256, 8
+_MAX_SHARED_BYTES = 227 << 10  # of the one program of an SM
+_MAX_UNIT_ROWS = 8
+_WINDOW, _EARLY_WINDOW = 64 << 10, 32 << 10  # bytes on their way; see the kernel
+_SLOT_BYTES = range(8 << 10, (20 << 10) + 1, 512)
+_MIN_SLOTS, _MAX_SPLITS = 4, 16
+_MAX_INPUTS_OF_THREAD = 80  # in registers
+_MAX_GROUP = 8
+_MAX_PARTS = 4  # of a row
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes that all layers share."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    """Of a product; see `Product` in the kernel."""
+
+    inputs: int
+    outputs: int
+    parts: int
+    slot_rows: int
+    unit_rows: int
+
+    @property
+    def rows_of_program(self) -> int:
+        """At most."""
+        return -(-self.outputs // self.unit_rows // NUM_SMS) * self.unit_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PersistentTiles:
+    """Of all products of a layer: QKV, output, gate and up, down."""
+
+    products: tuple[ProductTiles, ProductTiles, ProductTiles, ProductTiles]
+    slot_bytes: int
+    num_slots: int
+    scratch_bytes: int
+    max_splits: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.num_slots * (self.slot_bytes + 16) + self.scratch_bytes + 4 * _NUM_WARPS + 8
+
+    def window(self, *, early: bool) -> int:
+        """Slots."""
+        return min(self.num_slots, max(1, (_EARLY_WINDOW if early else _WINDOW) // self.slot_bytes))
+
+    @property
+    def fill(self) -> float:
+        """Of the bytes of the slots that a layer goes through, those with weights."""
+        used = sum(of.inputs * of.outputs * 2 for of in self.products)
+        slots = sum(of.outputs * of.parts // of.slot_rows for of in self.products)
+        return used / (slots * self.slot_bytes)
+
+
+@functools.cache
+def choose_persistent_tiles(shape: DecoderShape) -> PersistentTiles | None:
+    """The slots that weights fill best, of these the largest: few copies are fast ones. None: the kernel cannot compute
+    such a decoder."""
+    return max(_candidates(shape), key=lambda tiles: (round(tiles.fill, 2), tiles.slot_bytes), default=None)
+
+
+def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
+    heads, group = shape.num_heads * shape.head_size, shape.num_heads // shape.num_kv_heads
+    splits = min(_MAX_SPLITS, NUM_SMS // shape.num_kv_heads)
+    sizes = shape.hidden_size, shape.intermediate_size, heads
+    serves = shape.head_size in (64, 128) and group <= _MAX_GROUP and splits > 1
+    if not serves or any(size % (2 * _THREADS) or size > _THREADS * _MAX_INPUTS_OF_THREAD for size in sizes):
+        return
+    of_attention = 4 * (_NUM_WARPS + 1) * group * shape.head_size + 4 * shape.head_size + 40 * _NUM_WARPS * group
+    for slot_bytes in _SLOT_BYTES:
+        products = _products(shape, slot_bytes)
+        if any(of.outputs % of.unit_rows or of.parts > _MAX_PARTS for of in products):
+            continue
+        of_sums = max(of.rows_of_program for of in products) * _NUM_WARPS * 4
+        scratch = -(-max(of_sums, of_attention) // 16) * 16
+        tiles = PersistentTiles(products, slot_bytes, 0, scratch, splits)
+        num_slots = (_MAX_SHARED_BYTES - tiles.shared_bytes) // (slot_bytes + 16)
+        if num_slots >= _MIN_SLOTS:
+            yield PersistentTiles(products, slot_bytes, num_slots, scratch, splits)
+
+
+def _products(shape: DecoderShape, slot_bytes: int) -> tuple[ProductTiles, ProductTiles, ProductTiles, ProductTiles]:
+    hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_size
+    qkv = heads + 2 * shape.num_kv_heads * shape.head_size
+    (qkv_parts, qkv_rows), (out_parts, out_rows) = _of_slot(hidden, slot_bytes), _of_slot(heads, slot_bytes)
+    down_parts, down_rows = _of_slot(inner, slot_bytes)
+    added = _unit_rows(hidden, max(out_rows, down_rows))  # a program has the same rows of both
+    return (
+        ProductTiles(hidden, qkv, qkv_parts, qkv_rows, _unit_rows(qkv, qkv_rows)),
+        ProductTiles(heads, hidden, out_parts, out_rows, added),
+        ProductTiles(hidden, 2 * inner, qkv_parts, qkv_rows, _unit_rows(2 * inner, 2 * qkv_rows)),
+        ProductTiles(inner, hidden, down_parts, down_rows, added),
+    )
+
+
+def _unit_rows(outputs: int, least: int) -> int:
+    """Of those with the fewest rows of a program the largest: a unit ends with a sum over lanes."""
+    units = [unit for unit in (2, 4, 8) if least <= unit <= _MAX_UNIT_ROWS]
+    return min(units, key=lambda unit: (-(-outputs // unit // NUM_SMS) * unit, -unit))
+
+
+def _of_slot(inputs: int, slot_bytes: int) -> tuple[int, int]:
+    """(Parts of a row, rows of a slot.)"""
+    parts = next(n for n in range(1, inputs) if 2 * inputs <= n * slot_bytes and inputs % (2 * _THREADS * n) == 0)
+    return parts, 1 if parts > 1 else min(_MAX_UNIT_ROWS // 2, _power_of_2(slot_bytes // (2 * inputs)))
+
+
+def _power_of_2(most: int) -> int:
+    return 1 << max(0, most.bit_length() - 1)

@@ -1,0 +1,122 @@
+"""Layers of a decoder for one row in plain torch, in float32, and random ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ringcore.kernels.persistent.persistent_layers import PersistentLayer
+from ringcore.kernels.persistent.persistent_tiles import DecoderShape
+
+EPS, HEAD_EPS = 1e-6, 1e-5
+
+
+@dataclass
+class Row:
+    """A step of one row."""
+
+    hidden: torch.Tensor  # [1, hidden_size] float32
+    cos_sin: torch.Tensor  # [1, head_size]
+    seq_lens: torch.Tensor  # [1] int32
+    block_table: torch.Tensor  # [1, blocks] int32
+    kv_caches: list[torch.Tensor]  # of layers
+
+    def clone(self) -> Row:
+        caches = [cache.clone() for cache in self.kv_caches]
+        return Row(self.hidden.clone(), self.cos_sin, self.seq_lens, self.block_table, caches)
+
+
+def random_layers(
+    shape: DecoderShape,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: str,
+    gain_dtype: torch.dtype | None = None,
+    has_bias: bool = False,
+    has_head_norm: bool = True,
+) -> list[PersistentLayer]:
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
+    hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_size
+    qkv = heads + 2 * shape.num_kv_heads * shape.head_size
+
+    def normal(*sizes: int, deviation: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*sizes, generator=generator, device=device) * deviation).to(dtype)
+
+    def gain(*sizes: int) -> torch.Tensor:
+        return (1 + torch.randn(*sizes, generator=generator, device=device) * 0.1).to(gain_dtype or dtype)
+
+    return [
+        PersistentLayer(
+            gain(hidden),
+            normal(qkv, hidden, deviation=hidden**-0.5),
+            normal(qkv) if has_bias else None,
+            gain(2, shape.head_size) if has_head_norm else None,
+            normal(hidden, heads, deviation=heads**-0.5),
+            gain(hidden),
+            normal(2 * inner, hidden, deviation=2 * hidden**-0.5),
+            normal(hidden, inner, deviation=inner**-0.5),
+        )
+        for _ in range(num_layers)
+    ]
+
+
+def random_row(
+    shape: DecoderShape, num_layers: int, length: int, dtype: torch.dtype, device: str, block_size: int = 16
+) -> Row:
+    generator = torch.Generator(device).manual_seed(length)
+    num_blocks = length // block_size + 2
+    angles = torch.rand(shape.head_size // 2, generator=generator, device=device) * 6
+    cache = num_blocks + 1, 2, shape.num_kv_heads, block_size, shape.head_size
+    return Row(
+        torch.randn(1, shape.hidden_size, generator=generator, device=device),
+        torch.stack((angles.cos(), angles.sin()), -1).view(1, -1),
+        torch.tensor([length], dtype=torch.int32, device=device),
+        (torch.randperm(num_blocks, generator=generator, device=device) + 1).int()[None],
+        [torch.randn(cache, generator=generator, device=device).to(dtype) for _ in range(num_layers)],
+    )
+
+
+def run_reference(shape: DecoderShape, layers: list[PersistentLayer], row: Row, *, is_gelu: bool = False) -> None:
+    """Changes `row` as `PersistentLayers` does."""
+    for layer, cache in zip(layers, row.kv_caches, strict=True):
+        heads = _normed(row.hidden, layer.input_gain, EPS) @ layer.qkv.float().t()
+        if layer.bias is not None:
+            heads += layer.bias.float()
+        row.hidden += _attended(shape, layer, row, cache, heads) @ layer.out.float().t()
+        gate, up = (_normed(row.hidden, layer.mlp_gain, EPS) @ layer.gate_up.float().t()).chunk(2, 1)
+        functional = torch.nn.functional
+        gated = (functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)) * up
+        row.hidden += gated @ layer.down.float().t()
+
+
+def _attended(
+    shape: DecoderShape, layer: PersistentLayer, row: Row, cache: torch.Tensor, heads: torch.Tensor
+) -> torch.Tensor:
+    """heads: of q, k and v in a row."""
+    length, block_size = int(row.seq_lens), cache.shape[3]
+    sizes = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+    q, k, v = heads.view(-1, shape.head_size).split(sizes)
+    if layer.head_gains is not None:
+        q, k = _normed(q, layer.head_gains[0], HEAD_EPS), _normed(k, layer.head_gains[1], HEAD_EPS)
+    if length == 0:
+        return torch.zeros_like(q).view(1, -1)
+    q, k = _rotated(q, row.cos_sin), _rotated(k, row.cos_sin)
+    tokens = torch.arange(length, device=cache.device)
+    blocks, offsets = row.block_table[0, tokens // block_size].long(), tokens % block_size
+    cache[blocks[-1], 0, :, offsets[-1]], cache[blocks[-1], 1, :, offsets[-1]] = k.to(cache.dtype), v.to(cache.dtype)
+    keys, values = cache[blocks, 0, :, offsets].float(), cache[blocks, 1, :, offsets].float()
+    of_groups = q.view(shape.num_kv_heads, -1, shape.head_size)
+    weights = (torch.einsum("hgd,lhd->hgl", of_groups, keys) * shape.head_size**-0.5).softmax(-1)
+    return torch.einsum("hgl,lhd->hgd", weights, values).reshape(1, -1)
+
+
+def _normed(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.float()
+
+
+def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        * torch.view_as_complex(cos_sin.unflatten(-1, (-1, 2)).contiguous())
+    ).flatten(-2)

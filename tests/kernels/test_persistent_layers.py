@@ -1,0 +1,221 @@
+"""All layers for one row in one launch: numbers on a Hopper GPU, or of a few programs on a CPU by `cuda_on_cpu`; which
+decoders it is for; its machine code where NVRTC is installed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import cuda_on_cpu
+import pytest
+import torch
+from persistent_reference import EPS, HEAD_EPS, Row, random_layers, random_row, run_reference
+from sass import disassemble
+
+from ringcore.kernels.launch.nvrtc import compile_cuda, nvrtc_version
+from ringcore.kernels.persistent import persistent_layers as module
+from ringcore.kernels.persistent import persistent_tiles
+from ringcore.kernels.persistent.persistent_layers import PersistentLayer, PersistentLayers, persistent_layers
+from ringcore.kernels.persistent.persistent_tiles import DecoderShape, choose_persistent_tiles
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+DEVICE = "cuda" if HAS_HOPPER else "cpu"
+SMALL = DecoderShape(512, 1024, 4, 1, 128)
+SHAPES = {
+    "Qwen3-0.6B": DecoderShape(1024, 3072, 16, 8, 128),
+    "Llama-3.2-1B": DecoderShape(2048, 8192, 32, 8, 64),
+    "Llama-3.2-3B": DecoderShape(3072, 8192, 24, 8, 128),
+    "Qwen3-4B": DecoderShape(2560, 9728, 32, 8, 128),
+    "Qwen3-8B": DecoderShape(4096, 12288, 32, 8, 128),
+    "Llama-3.1-8B": DecoderShape(4096, 14336, 32, 8, 128),
+    "Qwen3-14B": DecoderShape(5120, 17408, 40, 8, 128),
+}
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Called with a number of programs: how many run the kernel on a CPU."""
+    if not HAS_HOPPER and cuda_on_cpu.COMPILER is None:
+        pytest.skip("needs a Hopper GPU, or a C++ compiler")
+    source, seeds = Path(module.__file__).with_suffix(".cu"), itertools.count()
+    header = source.with_name("persistent_attention.cuh")
+
+    def with_programs(count: int) -> None:
+        if HAS_HOPPER:
+            return
+        monkeypatch.setattr(module, "NUM_SMS", count)
+        monkeypatch.setattr(persistent_tiles, "NUM_SMS", count)
+        launch = cuda_on_cpu.launcher(source, module.NUM_THREADS, lambda: next(seeds), (header,))
+        monkeypatch.setattr(persistent_layers, "launch", launch)
+        choose_persistent_tiles.cache_clear()
+
+    with_programs(3)
+    return with_programs
+
+
+@pytest.fixture(autouse=True)
+def _no_tiles_are_left() -> None:
+    choose_persistent_tiles.cache_clear()
+
+
+def make(shape: DecoderShape, layers: list[PersistentLayer], *, is_gelu: bool = False) -> PersistentLayers:
+    tiles = choose_persistent_tiles(shape)
+    assert tiles is not None
+    scale = shape.head_size**-0.5
+    return PersistentLayers(shape, tiles, layers, eps=EPS, head_eps=HEAD_EPS, scale=scale, is_gelu=is_gelu)
+
+
+def run(kernel: PersistentLayers, row: Row) -> None:
+    kernel(row.hidden, row.cos_sin, row.seq_lens, row.block_table, row.kv_caches)
+
+
+def check(shape: DecoderShape, kernel: PersistentLayers, layers: list[PersistentLayer], row: Row, **how: bool) -> None:
+    """Runs it."""
+    expected, before = row.clone(), row.hidden.clone()
+    run_reference(shape, layers, expected, **how)
+    run(kernel, row)
+    wrong = (row.hidden - expected.hidden).norm() / (expected.hidden - before).norm()
+    assert wrong < 2e-3, wrong  # a key or value may be rounded to its neighbour in 16 bits
+    for cache, other in zip(row.kv_caches, expected.kv_caches, strict=True):
+        torch.testing.assert_close(cache, other, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 300, 1100])
+def test_lengths(runs: Callable[[int], None], length: int) -> None:
+    """Of a context that is empty, within a tile, of a tile for some splits, and of several for all."""
+    layers = random_layers(SMALL, 2, torch.bfloat16, DEVICE)
+    check(SMALL, make(SMALL, layers), layers, random_row(SMALL, 2, length, torch.bfloat16, DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gain_dtype", "has_bias", "has_head_norm", "is_gelu"),
+    [
+        (torch.float16, torch.float16, True, False, False),
+        (torch.bfloat16, torch.float32, False, True, True),
+        (torch.float16, torch.float32, True, True, False),
+    ],
+)
+def test_what_layers_have(
+    runs: Callable[[int], None],
+    dtype: torch.dtype,
+    gain_dtype: torch.dtype,
+    has_bias: bool,
+    has_head_norm: bool,
+    is_gelu: bool,
+) -> None:
+    """Heads of 64, two KV heads, 8 query heads each: two heads for some warps. Blocks of 32 tokens."""
+    runs(4)
+    shape = DecoderShape(512, 512, 16, 2, 64)
+    has = gain_dtype, has_bias, has_head_norm
+    layers = random_layers(shape, 1, dtype, DEVICE, *has)
+    kernel, row = make(shape, layers, is_gelu=is_gelu), random_row(shape, 1, 130, dtype, DEVICE, 32)
+    check(shape, kernel, layers, row, is_gelu=is_gelu)
+
+
+def test_programs_without_outputs(runs: Callable[[int], None]) -> None:
+    """More programs than units of what is added to the residual stream."""
+    runs(66)
+    layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
+    check(SMALL, make(SMALL, layers), layers, random_row(SMALL, 1, 70, torch.bfloat16, DEVICE))
+
+
+def test_rows_in_parts(runs: Callable[[int], None]) -> None:
+    """Of the down projection: a slot has part of a row."""
+    runs(8)
+    shape = DecoderShape(512, 11264, 4, 1, 128)
+    tiles = choose_persistent_tiles(shape)
+    assert tiles is not None
+    assert tiles.products[3].parts > 1
+    layers = random_layers(shape, 1, torch.bfloat16, DEVICE)
+    check(shape, make(shape, layers), layers, random_row(shape, 1, 20, torch.bfloat16, DEVICE))
+
+
+def test_steps_follow_each_other(runs: Callable[[int], None]) -> None:
+    """Tags go on from launch to launch; a short context after a long one. Of odd layers, whose tags come round."""
+    layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
+    kernel = make(SMALL, layers)
+    for length in [200, 20, *range(21, 37), 200]:
+        check(SMALL, kernel, layers, random_row(SMALL, 1, length, torch.bfloat16, DEVICE))
+
+
+def test_same_bits(runs: Callable[[int], None]) -> None:
+    """Whatever the order in which programs run and numbers arrive."""
+    layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
+    kernel, row = make(SMALL, layers), random_row(SMALL, 1, 140, torch.bfloat16, DEVICE)
+    first, second = row.clone(), row.clone()
+    run(kernel, first)
+    run(kernel, second)
+    assert torch.equal(first.hidden, second.hidden)
+
+
+def test_numbers_that_are_not_finite_are_seen(runs: Callable[[int], None]) -> None:
+    layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
+    row = random_row(SMALL, 1, 30, torch.bfloat16, DEVICE)
+    row.hidden[0, 7] = float("nan")
+    run(make(SMALL, layers), row)
+    assert row.hidden.isnan().all()
+
+
+@on_hopper
+@pytest.mark.parametrize("name", SHAPES)
+def test_published_shapes(name: str) -> None:
+    shape = SHAPES[name]
+    layers = random_layers(shape, 2, torch.bfloat16, DEVICE, has_head_norm="Qwen" in name)
+    kernel = make(shape, layers)
+    for length in (1, 17, 130, 700, 1500, 3900):
+        check(shape, kernel, layers, random_row(shape, 2, length, torch.bfloat16, DEVICE))
+
+
+@on_hopper
+def test_in_a_graph_many_times() -> None:
+    """The same bits each time, some hundred thousand barriers later."""
+    shape = SHAPES["Qwen3-0.6B"]
+    layers = random_layers(shape, 28, torch.bfloat16, DEVICE)
+    kernel, row = make(shape, layers), random_row(shape, 28, 400, torch.bfloat16, DEVICE)
+    before, first = row.hidden.clone(), row.clone()
+    run(kernel, first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        row.hidden.copy_(before)
+        run(kernel, row)
+    for _ in range(1000):
+        graph.replay()
+    assert torch.equal(row.hidden, first.hidden)
+
+
+def test_tiles_of_published_shapes() -> None:
+    """Slots are nearly full, all shared memory is taken, and no row is cut where a slot has room."""
+    for shape in SHAPES.values():
+        tiles = choose_persistent_tiles(shape)
+        assert tiles is not None
+        assert tiles.fill > 0.88
+        assert 200 << 10 < tiles.shared_bytes <= 227 << 10
+        assert all(of.inputs * 2 * of.slot_rows <= tiles.slot_bytes * of.parts for of in tiles.products)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DecoderShape(896, 4864, 14, 2, 64),  # Qwen2.5-0.5B: 896 inputs are no multiple of 512
+        DecoderShape(4096, 13696, 32, 2, 128),  # GLM-4-9B: more query heads of a KV head, and 13,696 inputs
+        DecoderShape(4096, 12288, 16, 8, 256),
+        DecoderShape(8192, 28672, 64, 8, 128),  # 70B: more inputs than a thread has registers for
+    ],
+)
+def test_shapes_it_is_not_for(shape: DecoderShape) -> None:
+    assert choose_persistent_tiles(shape) is None
+
+
+@pytest.mark.skipif(nvrtc_version() is None, reason="NVRTC is not installed")
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-14B"])
+def test_machine_code_spills_no_register(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    content = json.loads(make(shape, random_layers(shape, 1, torch.bfloat16, "meta"))._specialization(16))
+    macros = [f"{key}={value}" for key, value in content["macros"].items()]
+    instructions, _ = disassemble(compile_cuda(persistent_layers.src, "sm_90a", macros), tmp_path)
+    names = {one.name for one in instructions}
+    assert not [name for name in names if name.startswith(("LDL", "STL"))]
+    assert any(name.startswith("UBLKCP") for name in names), "no bulk copy"
