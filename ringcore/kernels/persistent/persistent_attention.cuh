@@ -127,7 +127,8 @@ struct Attention {
     static constexpr int QUERY_AT = SUMS_AT, KEY_AT = QUERY_AT + 4 * GROUP * HEAD_SIZE, WEIGHTS_AT = KEY_AT + 4 * HEAD_SIZE;
     static constexpr int MAXIMA_AT = WEIGHTS_AT + 4 * 8 * NUM_WARPS * GROUP, VALUES_AT = MAXIMA_AT + 8 * NUM_WARPS * GROUP;
     static_assert(VALUES_AT + 4 * NUM_WARPS * GROUP * HEAD_SIZE <= SUMS_AT + SCRATCH_BYTES && VALUES_AT % 16 == 0);
-    static constexpr int V = HEAD_SIZE / 32;  // numbers of a lane of a head
+    static constexpr int V = HEAD_SIZE / 32;         // numbers of a lane of a head
+    static constexpr int HEADS = GROUP < 4 ? GROUP : 4;  // whose scores are computed at once
 
     // Words: the result [OUT_SIZE]; q, k and v [QKV_SIZE]; of each split the result [MAX_SPLITS, OUT_SIZE], and its
     // log-sum-exp, base 2, of a head [MAX_SPLITS, NUM_HEADS].
@@ -242,6 +243,39 @@ struct Attention {
         program.sync();
     }
 
+    static __device__ __forceinline__ void expand(const uint4& pairs, float* numbers) {
+#pragma unroll
+        for (int d = 0; d < 4; d++) {
+            numbers[2 * d] = low_half((&pairs.x)[d], TYPE);
+            numbers[2 * d + 1] = high_half((&pairs.x)[d], TYPE);
+        }
+    }
+
+    // Of a tile's keys and HEADS query heads the lane's share of the scores: of eight numbers from `from` on.
+    __device__ __forceinline__ void score(const Program& program, int from_head, int from, float (*scores)[LOADS]) const {
+        float query[HEADS][8];
+#pragma unroll
+        for (int j = 0; j < HEADS; j++)
+#pragma unroll
+            for (int d = 0; d < 8; d += 4) {
+                const int head = min(from_head + j, GROUP - 1);
+                const uint4 found = load_16(program.base + QUERY_AT + 4 * (head * HEAD_SIZE + from + d));
+#pragma unroll
+                for (int k = 0; k < 4; k++) query[j][d + k] = __uint_as_float((&found.x)[k]);
+            }
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            float key[8];
+            expand(keys[i], key);
+#pragma unroll
+            for (int j = 0; j < HEADS; j++) {
+                scores[j][i] = 0;
+#pragma unroll
+                for (int d = 0; d < 8; d++) scores[j][i] = fmaf(key[d], query[j][d], scores[j][i]);
+            }
+        }
+    }
+
     // Places that this context leaves unused are written in every layer too: a tag says one time only if none is left out.
     __device__ __forceinline__ void write_unused(u32 tag) const {
         if (first < end || split >= MAX_SPLITS) return;
@@ -277,45 +311,37 @@ struct Attention {
                 }
             const bool is_token = token_of(program, tile, own) < length;
 #pragma unroll
-            for (int g = 0; g < GROUP; g++) {
-                float scores[LOADS];
-                uint4 query[2];
+            for (int from_head = 0; from_head < GROUP; from_head += HEADS) {
+                float scores[HEADS][LOADS];
+                score(program, from_head, from, scores);
 #pragma unroll
-                for (int half = 0; half < 2; half++)
-                    query[half] = load_16(program.base + QUERY_AT + 4 * (g * HEAD_SIZE + from + 4 * half));
+                for (int j = 0; j < HEADS; j++) {
+                    const int g = from_head + j;
+                    if (g >= GROUP) break;
+                    const float sum = sum_over_lanes<LOADS, LANES>(scores[j], lane), score = is_token ? sum : -1e30f;
+                    float maximum = fmaxf(maxima[g], score);
 #pragma unroll
-                for (int i = 0; i < LOADS; i++) {
-                    scores[i] = 0;
+                    for (int lanes = SAME; lanes < 32; lanes *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
+                    const float factor = exp2f(maxima[g] - maximum), weight = is_token ? exp2f(score - maximum) : 0;
+                    maxima[g] = maximum;
+                    totals[g] = totals[g] * factor + weight;
 #pragma unroll
-                    for (int d = 0; d < 4; d++) {
-                        const u32* const of_pair = &query[d / 2].x + 2 * (d % 2);
-                        scores[i] = fmaf(low_half((&keys[i].x)[d], TYPE), __uint_as_float(of_pair[0]), scores[i]);
-                        scores[i] = fmaf(high_half((&keys[i].x)[d], TYPE), __uint_as_float(of_pair[1]), scores[i]);
-                    }
+                    for (int d = 0; d < 8; d++) weighted[g][d] *= factor;
+                    if (lane % SAME == 0) weights[(own * TOKENS + lane / LANES) * GROUP + g] = weight;
                 }
-                const float sum = sum_over_lanes<LOADS, LANES>(scores, lane), score = is_token ? sum : -1e30f;
-                float maximum = fmaxf(maxima[g], score);
-#pragma unroll
-                for (int lanes = SAME; lanes < 32; lanes *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
-                const float factor = exp2f(maxima[g] - maximum), weight = is_token ? exp2f(score - maximum) : 0;
-                maxima[g] = maximum;
-                totals[g] = totals[g] * factor + weight;
-#pragma unroll
-                for (int d = 0; d < 8; d++) weighted[g][d] *= factor;
-                if (lane % SAME == 0) weights[(own * TOKENS + lane / LANES) * GROUP + g] = weight;
             }
             __syncwarp();
 #pragma unroll
-            for (int i = 0; i < LOADS; i++)
+            for (int i = 0; i < LOADS; i++) {
+                float value[8];
+                expand(values[i], value);
 #pragma unroll
                 for (int g = 0; g < GROUP; g++) {
                     const float weight = weights[(i * TOKENS + lane / LANES) * GROUP + g];
 #pragma unroll
-                    for (int d = 0; d < 4; d++) {
-                        weighted[g][2 * d] = fmaf(low_half((&values[i].x)[d], TYPE), weight, weighted[g][2 * d]);
-                        weighted[g][2 * d + 1] = fmaf(high_half((&values[i].x)[d], TYPE), weight, weighted[g][2 * d + 1]);
-                    }
+                    for (int d = 0; d < 8; d++) weighted[g][d] = fmaf(value[d], weight, weighted[g][d]);
                 }
+            }
             __syncwarp();
             if (tile + 1 < end) load_tile(program, kv_cache, tile + 1);
         }

@@ -137,6 +137,10 @@ class RowParallelLinear(WeightedLayer):
         """Once it is bound."""
         return self._product
 
+    @property
+    def num_ranks(self) -> int:
+        return self._tp.size
+
     def refresh(self) -> None:
         self._product.refresh()
 

@@ -140,7 +140,7 @@ class DenseDecoder(CausalLM):
         for decoder_layer in self.layers:
             decoder_layer.bind_device(device)
         agree_on_int8_gemv(self._weighted)
-        self._persistent = PersistentDecoder.of(self.layers) if self._num_ranks == 1 else None
+        self._persistent = PersistentDecoder.of(self.layers)
         assert not len(tensors), "a declared weight was not bound"
 
     def refresh(self) -> None:

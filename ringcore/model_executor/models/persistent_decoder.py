@@ -45,8 +45,7 @@ class PersistentDecoder:
 
     @classmethod
     def of(cls, layers: Sequence[DecoderLayer]) -> PersistentDecoder | None:
-        """layers: bound, of one rank. None: layers differ, or compute something else, or the device has no such
-        kernel."""
+        """layers: bound. None: they differ, or compute something else, or the device has no such kernel."""
         parts = [_parts_of(layer) for layer in layers]
         found = [one for one in parts if one is not None]
         if not found or len(found) < len(parts) or len({one.kind for one in found}) > 1:
@@ -82,6 +81,8 @@ def _parts_of(layer: DecoderLayer) -> _Parts | None:
         return None
     if attention.qk_norm is not None or attention.sinks is not None or not attention.attention.is_plain:
         return None
+    if attention.o_proj.num_ranks > 1 or len({norm.eps for norm in norms}) > 1:
+        return None
     linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
     found = [one for one in (_dense(linear.product) for linear in linears) if one is not None]
     gains = [norm.gain for norm in norms if isinstance(norm, RMSNorm)]
@@ -93,7 +94,7 @@ def _parts_of(layer: DecoderLayer) -> _Parts | None:
     head_norm = attention.head_norm
     head_gains = None if head_norm is None else head_norm.gain
     tensors = PersistentLayer(gains[0], qkv, bias, head_gains, out, gains[1], gate_up, down)
-    epsilons = *(norm.eps for norm in norms), None if head_norm is None else head_norm.eps
+    epsilons = norms[0].eps, None if head_norm is None else head_norm.eps
     forms = [None if one is None else (one.shape, one.dtype) for one in tensors.tensors]
     kind = replace(attention.attention, index=0), mlp.activation, attention.rotary, epsilons, *forms
     return _Parts(attention.attention, tensors, head_norm, kind)

@@ -222,7 +222,7 @@ class TransformersModel(CausalLM):
                 module._buffers[leaf] = tensor
         for quantized in self._quantized.values():
             quantized.layer.bind(seen, updatable)
-        self._fusion.bind(seen, updatable)
+        self._fusion.bind(seen, updatable, is_tapped=self.draft_head is not None)
         device = seen.device
         for name, source in self._model.all_tied_weights_keys.items():
             is_elsewhere = self._staged is not None and not self._staged.ties(name, source)

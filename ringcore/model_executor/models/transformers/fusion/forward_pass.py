@@ -26,6 +26,7 @@ class ForwardPass:
     layers: Mapping[nn.Module, Attention]  # by the module that calls, of attention that is the model's own
     rotations: Sequence[Rotation]
     stream: Residual | None = None  # between two of our layers
+    is_computed: bool = False  # all of our layers were, by the first
     ended: Residual | None = None  # after the last one of our layers that was computed
     received: torch.Tensor | None = None  # [num_tokens, hidden_size] float32, of the previous stage of a pipeline
     left: torch.Tensor | None = None  # likewise, for the next stage

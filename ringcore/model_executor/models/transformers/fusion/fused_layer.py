@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from ringcore.model_executor.layers.norm import AnyNorm
 from ringcore.model_executor.models.decoder_layer import DecoderLayer
+from ringcore.model_executor.models.persistent_decoder import PersistentDecoder
 from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
 from ringcore.model_executor.models.transformers.fusion.module_sublayer import ModuleInputs
 from ringcore.model_executor.residual import Residual
@@ -39,6 +41,7 @@ class FusedLayer(nn.Module):
         self.layer, self.final_norm, self.scale = layer, final_norm, scale
         self._continues, self._is_continued = continues, is_continued
         self._num_results = num_results
+        self._all_layers: PersistentDecoder | None = None
         for name, value in vars(replaced).items():
             if isinstance(value, str | int | float) and name not in vars(self):
                 setattr(self, name, value)
@@ -51,10 +54,21 @@ class FusedLayer(nn.Module):
             if self.scale != 1:
                 stream.rows.div_(self.scale)
         given = kwargs | {"ringcore": ringcore}
-        self.layer(stream, ModuleInputs(ringcore.ctx, ringcore.rotations, (hidden_states, *args), given))
+        inputs = ModuleInputs(ringcore.ctx, ringcore.rotations, (hidden_states, *args), given)
+        if self._all_layers is not None:
+            ringcore.is_computed = self._all_layers(stream, inputs)
+        if not ringcore.is_computed:
+            self.layer(stream, inputs)
         ringcore.stream, ringcore.ended = (stream if self._is_continued else None), stream
         out = hidden_states if self._is_continued else self._left(stream, hidden_states.dtype)
         return out if self._num_results is None else (out,)
+
+    def begin_with(self, following: Sequence[FusedLayer]) -> None:
+        """Once all are bound: this layer computes those that follow it too, in steps in which one launch can. They are
+        the others of the body, and continue its stream."""
+        is_one_stream = self._is_continued and all(layer._continues for layer in following)
+        decoder = PersistentDecoder.of([self.layer, *(layer.layer for layer in following)]) if is_one_stream else None
+        self._all_layers = decoder
 
     def _left(self, stream: Residual, dtype: torch.dtype) -> torch.Tensor:
         """What the body reads of the stream: [1, num_tokens, hidden_size]."""

@@ -18,6 +18,7 @@ from ringcore.model_executor.models.transformers.body import Body
 from ringcore.model_executor.models.transformers.checkpoint_layout import TensorLayout
 from ringcore.model_executor.models.transformers.fusion.coverage import Part, fitting, modules_of
 from ringcore.model_executor.models.transformers.fusion.fused_body import FusedBody, fuse
+from ringcore.model_executor.models.transformers.fusion.fused_layer import FusedLayer
 from ringcore.model_executor.models.transformers.fusion.parts import Parts
 from ringcore.model_executor.models.transformers.fusion.plan import RotaryPlan
 from ringcore.model_executor.models.transformers.fusion.recognised import Recognised
@@ -112,12 +113,18 @@ class Fusion:
         """Without the modules, by name in the body, that are not kept."""
         self._body.modules = {path: module for path, module in self._body.modules.items() if is_kept(path)}
 
-    def bind(self, tensors: SeenTensors, updatable: bool) -> None:
-        """Pops the tensors of our layers, and has everything else on their device, or that of the others."""
+    def bind(self, tensors: SeenTensors, updatable: bool, is_tapped: bool) -> None:
+        """Pops the tensors of our layers, and has everything else on their device, or that of the others. is_tapped:
+        the stream is read between layers."""
         for layer in self._body.weighted():
             layer.bind(tensors, updatable)
         device = tensors.device
         self._body.bind_device(device)
+        layers = [
+            module for path in self.recognised.layers if isinstance(module := self._body.modules.get(path), FusedLayer)
+        ]
+        if layers and len(layers) == len(self.recognised.layers) and not is_tapped:
+            layers[0].begin_with(layers[1:])
         self._rotaries = []
         for angles in self._angles:
             table = RotaryTable()

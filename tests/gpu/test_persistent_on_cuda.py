@@ -1,0 +1,91 @@
+"""Steps of one row by the persistent kernel, through the whole engine: log-probabilities beside those of the kernels of
+each layer and of the CPU, native and by transformers' modules; after a sleep. The kernel alone is compared in
+tests/kernels/test_persistent_layers.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine import generate, make_core, tokens
+from near import logprob_errors
+from tiny_checkpoints import hf_model
+
+from ringcore import SamplingParams
+from ringcore.kernels.linears.tma_configs import has_wgmma
+from ringcore.kernels.persistent.persistent_layers import PersistentLayers
+from ringcore.model_executor.models.persistent_decoder import PersistentDecoder
+from ringcore.worker.memory.cuda_memory import CudaVirtualMemory
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+OPTIONS: dict[str, Any] = {
+    "executor": "uniproc",
+    "max_model_len": 768,
+    "kv_cache_bytes": 1 << 27,
+    "max_num_seqs": 4,
+    "dtype": "bfloat16",
+    "device": "cuda",
+}
+LENGTHS = (1, 15, 40, 64, 200, 700)
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper(cuda):
+    if not has_wgmma(cuda):
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    def make(family: str, **options: Any) -> str:
+        folder = str(tmp_path_factory.mktemp(family))
+        sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+        hf_model(family, **sizes | {"max_position_embeddings": 768} | options).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def run(folder: str, **options: Any) -> list[Any]:
+    """Prompts one after the other: each decodes alone."""
+    prompts = [[3 + (11 * i + j * j) % 90 for j in range(length)] for i, length in enumerate(LENGTHS)]
+    with make_core(folder, **OPTIONS | options) as core:
+        return [one for prompt in prompts for one in generate(core, [prompt], GREEDY)]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Qwen3", {"num_key_value_heads": 2}),
+        ("Llama", {"head_dim": 64, "attention_bias": False}),
+        ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_log_probabilities_are_those_of_kernels_of_each_layer(monkeypatch, folder_of, family, options, model_impl):
+    folder = folder_of(family, **options)
+    calls: list[int] = []
+    call = PersistentLayers.__call__
+    monkeypatch.setattr(PersistentLayers, "__call__", lambda self, *given: (calls.append(1), call(self, *given))[1])
+    found = run(folder, model_impl=model_impl)
+    assert calls, "the kernel was not launched"
+    monkeypatch.setattr(PersistentDecoder, "__call__", lambda self, *given: False)
+    others = run(folder, model_impl=model_impl)
+    errors = logprob_errors(found, others)
+    assert len(errors) > 8 * len(LENGTHS)
+    assert errors.mean() < 0.05
+    exact = run(folder, dtype="float32", device="cpu")
+    assert logprob_errors(found, exact).mean() < 1.2 * logprob_errors(others, exact).mean() + 0.02
+
+
+def test_after_a_sleep(folder_of):
+    """Tags and the counter of arrivals go on."""
+    refusal = CudaVirtualMemory.refusal(0)
+    if refusal is not None:
+        pytest.skip(refusal)
+    with make_core(folder_of("Qwen3"), **OPTIONS | {"enable_sleep_mode": True}) as core:
+        before = generate(core, [[5, 6, 7, 8]], GREEDY)
+        core.sleep()
+        core.wake_up()
+        assert tokens(generate(core, [[5, 6, 7, 8]], GREEDY)) == tokens(before)

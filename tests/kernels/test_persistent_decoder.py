@@ -1,0 +1,206 @@
+"""Which models run the persistent kernel, and in which steps; a model of a checkpoint by it, beside transformers."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cuda_on_cpu
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "model_executor"))
+
+from thread_tp import on_all_ranks
+from tiny_checkpoints import hf_logits, hf_model, load
+
+from ringcore.attention.backend import AttentionBackend, OneRow
+from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, GroupContext, TokenContext
+from ringcore.kernels.persistent import persistent_layers as kernel_module
+from ringcore.kernels.persistent import persistent_tiles
+from ringcore.model_executor import ops
+from ringcore.model_executor.layers.rotary import KernelRotation
+from ringcore.model_executor.models.decoder_layer import LayerInputs
+from ringcore.model_executor.models.persistent_decoder import PersistentDecoder
+from ringcore.model_executor.residual import Residual
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+}
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def _a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are on a CPU, and layers take what they would on a Hopper GPU."""
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    monkeypatch.setattr(kernel_module, "runs_on", lambda device: True)
+
+
+def make(folder: Path, family: str = "Qwen3", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    hf_model(family, **SIZES | options).to(dtype).save_pretrained(folder)
+    return load(folder, dtype=dtype)
+
+
+def decoder_of(model: Any) -> PersistentDecoder | None:
+    found: PersistentDecoder | None = model._persistent
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        ("Qwen3", torch.bfloat16, {}),
+        ("Llama", torch.float16, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}),
+        ("Qwen2", torch.bfloat16, {}),  # biases
+    ],
+)
+def test_models_that_run_it(tmp_path: Path, family: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    assert decoder_of(make(tmp_path, family, dtype, **options)) is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        ("Qwen3", torch.float32, {}),
+        ("Gemma3", torch.bfloat16, {}),  # norms after sublayers, windows
+        ("Mistral", torch.bfloat16, {}),  # windows
+        ("Qwen3Moe", torch.bfloat16, {}),
+        ("Llama", torch.bfloat16, {"hidden_size": 768}),
+        ("Llama", torch.bfloat16, {"mlp_bias": True, "attention_bias": True}),
+    ],
+)
+def test_models_that_do_not(tmp_path: Path, family: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    assert decoder_of(make(tmp_path, family, dtype, **options)) is None
+
+
+def test_not_on_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_module, "runs_on", lambda device: False)
+    assert decoder_of(make(tmp_path)) is None
+
+
+def test_not_over_ranks(tmp_path: Path) -> None:
+    """Sums over ranks are between the layers."""
+    make(tmp_path, num_key_value_heads=2)
+    models = on_all_ranks(2, lambda tp: load(tmp_path, tp, torch.bfloat16))
+    assert [decoder_of(model) for model in models] == [None, None]
+
+
+def test_not_where_results_are_batch_invariant(tmp_path: Path) -> None:
+    model = make(tmp_path)
+    linear = model.layers[1].mlp.down_proj
+    linear._product = linear.product.batch_invariant()
+    assert PersistentDecoder.of(model.layers) is None
+
+
+def test_not_of_layers_that_differ(tmp_path: Path) -> None:
+    model = make(tmp_path)
+    attention = model.layers[1].self_attention
+    attention.attention = replace(attention.attention, scale=0.5)
+    assert PersistentDecoder.of(model.layers) is None
+
+
+class Alone(AttentionBackend):
+    """Its plan is the row."""
+
+    def __init__(self) -> None:
+        pass
+
+    @classmethod
+    def refusal(cls, *_: object) -> str | None:
+        return None
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        raise AssertionError
+
+    def plan(self, metadata: object) -> object:
+        raise AssertionError
+
+    def forward(self, *_: object, **__: object) -> torch.Tensor:
+        raise AssertionError
+
+    def one_row(self, plan: Any) -> OneRow | None:
+        found: OneRow | None = plan
+        return found
+
+
+def context(row: OneRow | None, kv_caches: Sequence[torch.Tensor], tokens: TokenContext) -> ForwardContext:
+    nothing: Any = None
+    caches = dict(enumerate(kv_caches))
+    return ForwardContext((GroupContext(nothing, Alone(), row),), dict.fromkeys(caches, 0), caches, tokens)
+
+
+def kv_caches(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.zeros(4, 2, 1, BLOCK_SIZE, 128, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "has_row", "tokens", "dtype", "is_served"),
+    [
+        (1, True, NO_TOKEN_CONTEXT, torch.bfloat16, True),
+        (2, True, NO_TOKEN_CONTEXT, torch.bfloat16, False),
+        (1, False, NO_TOKEN_CONTEXT, torch.bfloat16, False),  # a chunk of a prompt, or drafts
+        (1, True, TokenContext(torch.zeros(1, dtype=torch.int64)), torch.bfloat16, False),  # an adapter
+        (1, True, NO_TOKEN_CONTEXT, torch.uint8, False),  # an FP8 cache
+    ],
+)
+def test_steps(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int,
+    has_row: bool,
+    tokens: TokenContext,
+    dtype: torch.dtype,
+    is_served: bool,
+) -> None:
+    decoder = decoder_of(make(tmp_path))
+    assert decoder is not None
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kernel_module.PersistentLayers, "__call__", lambda self, *given: calls.append(given))
+    row = OneRow(torch.ones(1, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32))
+    hidden, rotations = torch.zeros(num_rows, 512), [KernelRotation(torch.zeros(num_rows, 128))]
+    ctx = context(row if has_row else None, kv_caches(dtype), tokens)
+    assert decoder(Residual(hidden), LayerInputs(ctx, rotations)) == is_served
+    assert len(calls) == is_served
+
+
+@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2"])
+def test_tokens_of_a_checkpoint_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """One after the other, on a CPU; logits beside those in float32 of the same weights."""
+    for module in (kernel_module, persistent_tiles):
+        monkeypatch.setattr(module, "NUM_SMS", 3)
+    source, seeds = Path(kernel_module.__file__).with_suffix(".cu"), itertools.count()
+    header = source.with_name("persistent_attention.cuh")
+    launch = cuda_on_cpu.launcher(source, kernel_module.NUM_THREADS, lambda: next(seeds), (header,))
+    monkeypatch.setattr(kernel_module.persistent_layers, "launch", launch)
+    persistent_tiles.choose_persistent_tiles.cache_clear()
+    theirs = hf_model(family, **SIZES).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    model, ids = load(tmp_path, dtype=torch.bfloat16), [5, 9, 77, 9]
+    decoder = decoder_of(model)
+    assert decoder is not None
+    expected, caches = hf_logits(theirs.float(), ids), kv_caches()
+    frequencies = 5000.0 ** -(torch.arange(0, 128, 2) / 128)
+    found = []
+    for position, token in enumerate(ids):
+        angles = position * frequencies
+        cos_sin = torch.stack((angles.cos(), angles.sin()), -1).view(1, -1)
+        row = OneRow(torch.tensor([position + 1], dtype=torch.int32), torch.tensor([[2, 3]], dtype=torch.int32))
+        hidden = theirs.get_input_embeddings().weight[token][None].detach().clone()
+        ctx = context(row, caches, NO_TOKEN_CONTEXT)
+        assert decoder(Residual(hidden), LayerInputs(ctx, [KernelRotation(cos_sin)]))
+        found.append(theirs.lm_head(theirs.model.norm(hidden))[0].detach())
+    persistent_tiles.choose_persistent_tiles.cache_clear()
+    assert (torch.stack(found) - expected).abs().max() < 0.02 * expected.abs().max()
