@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import cuda_on_cpu
 import pytest
@@ -24,8 +25,11 @@ from ringcore.kernels.persistent import persistent_layers as kernel_module
 from ringcore.kernels.persistent import persistent_tiles
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.rotary import KernelRotation
-from ringcore.model_executor.models.decoder_layer import LayerInputs
+from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
 from ringcore.model_executor.models.persistent_decoder import PersistentDecoder
+from ringcore.model_executor.models.transformers.fusion import fused_layer
+from ringcore.model_executor.models.transformers.fusion.forward_pass import ForwardPass
+from ringcore.model_executor.models.transformers.fusion.fused_layer import FusedLayer
 from ringcore.model_executor.residual import Residual
 
 SIZES: dict[str, Any] = {
@@ -204,3 +208,37 @@ def test_tokens_of_a_checkpoint_are_those_of_transformers(
         found.append(theirs.lm_head(theirs.model.norm(hidden))[0].detach())
     persistent_tiles.choose_persistent_tiles.cache_clear()
     assert (torch.stack(found) - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def computed_by(monkeypatch: pytest.MonkeyPatch, *continues: bool) -> list[str]:
+    """What the layers of a body compute, all at once or one by one. continues: of each, the stream of the last one."""
+    computed: list[str] = []
+    decoder = SimpleNamespace(of=lambda layers: lambda *_: computed.append(f"{len(layers)} layers") is None)
+    monkeypatch.setattr(fused_layer, "PersistentDecoder", decoder)
+    layers = [
+        FusedLayer(
+            cast(DecoderLayer, lambda *_, i=i: computed.append(f"layer {i}")),
+            torch.nn.Identity(),
+            scale=1.0,
+            continues=one,
+            is_continued=continues[i + 1] if i + 1 < len(continues) else False,
+            final_norm=None,
+            num_results=None,
+        )
+        for i, one in enumerate(continues)
+    ]
+    layers[0].begin_with(layers[1:])
+    hidden, given = torch.zeros(1, 1, 8), ForwardPass(context(None, [], NO_TOKEN_CONTEXT), {}, [])
+    for layer in layers:
+        hidden = layer(hidden, ringcore=given)
+    return computed
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_modules_of_transformers_in_one_stream(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
+    """The first computes all: of one layer too, of which kernel warm-up makes its model."""
+    assert computed_by(monkeypatch, False, *[True] * (num_layers - 1)) == [f"{num_layers} layers"]
+
+
+def test_modules_of_transformers_in_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert computed_by(monkeypatch, False, True, False) == ["layer 0", "layer 1", "layer 2"]

@@ -66,9 +66,8 @@ class FusedLayer(nn.Module):
     def begin_with(self, following: Sequence[FusedLayer]) -> None:
         """Once all are bound: this layer computes those that follow it too, in steps in which one launch can. They are
         the others of the body, and continue its stream."""
-        is_one_stream = self._is_continued and all(layer._continues for layer in following)
-        decoder = PersistentDecoder.of([self.layer, *(layer.layer for layer in following)]) if is_one_stream else None
-        self._all_layers = decoder
+        if all(layer._continues for layer in following):
+            self._all_layers = PersistentDecoder.of([self.layer, *(layer.layer for layer in following)])
 
     def _left(self, stream: Residual, dtype: torch.dtype) -> torch.Tensor:
         """What the body reads of the stream: [1, num_tokens, hidden_size]."""
