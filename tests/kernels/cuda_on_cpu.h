@@ -18,6 +18,9 @@ typedef uint64_t u64;
 using std::max;
 using std::min;
 
+#ifndef CLOCK
+#define CLOCK 0ll  // cycles from one reading of the clock to the next
+#endif
 #define __global__
 #define __host__
 #define __device__
@@ -77,6 +80,7 @@ static std::vector<Running> programs;
 static std::vector<char> stacks;  // kept from launch to launch
 static std::vector<Store> stores;  // that have not landed
 static u32 current, current_program;
+static long long clock_reads;
 
 #define threadIdx (Position{current})
 #define blockIdx (Position{current_program})
@@ -248,7 +252,7 @@ template <int WIDTH> void load_past_l1(u32* words, const u32* from) {
 
 inline void add_to_counter(u64* counter, u64 number) { *counter += number; }
 inline u64 load_counter(const u64* counter) { pause(); return *counter; }
-inline long long clock64() { return 0; }
+inline long long clock64() { return CLOCK * clock_reads++; }
 template <int COUNT> void take_registers() {}
 template <int COUNT> void give_registers() {}
 

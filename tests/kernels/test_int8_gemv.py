@@ -23,6 +23,7 @@ from ringcore.checkpoint import find_model, read_model_spec
 from ringcore.distributed.parallel import SingleRank
 from ringcore.families import FAMILIES
 from ringcore.kernels.launch import cuda_kernel
+from ringcore.kernels.launch.cuda_kernel import NUMBERS
 from ringcore.kernels.launch.nvrtc import compile_cuda, nvrtc_version
 from ringcore.kernels.launch.precompile import Variant, intercept_launches
 from ringcore.kernels.linears import int8_gemv as gemv
@@ -121,7 +122,7 @@ def runs(seeds: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
     if cuda_on_cpu.COMPILER is None or torch.cuda.is_available():
         pytest.skip("needs a Hopper GPU, or none and a C++ compiler")
     threads = 32 * Int8GemvConfig.num_warps
-    launch = cuda_on_cpu.launcher(Path(gemv.__file__).with_suffix(".cu"), threads, lambda: next(seeds))
+    launch = cuda_on_cpu.launcher(Path(gemv.__file__).with_suffix(".cu"), threads, lambda: next(seeds), (NUMBERS,))
     monkeypatch.setattr(int8_gemv, "launch", launch)
     monkeypatch.setattr(gemv, "tensor_map", cuda_on_cpu.tensor_map)
 

@@ -186,8 +186,7 @@ def test_tokens_of_a_checkpoint_are_those_of_transformers(
     for module in (kernel_module, persistent_tiles):
         monkeypatch.setattr(module, "NUM_SMS", 3)
     source, seeds = Path(kernel_module.__file__).with_suffix(".cu"), itertools.count()
-    header = source.with_name("persistent_attention.cuh")
-    launch = cuda_on_cpu.launcher(source, kernel_module.NUM_THREADS, lambda: next(seeds), (header,))
+    launch = cuda_on_cpu.launcher(source, kernel_module.NUM_THREADS, lambda: next(seeds), kernel_module.HEADERS)
     monkeypatch.setattr(kernel_module.persistent_layers, "launch", launch)
     persistent_tiles.choose_persistent_tiles.cache_clear()
     theirs = hf_model(family, **SIZES).to(torch.bfloat16)

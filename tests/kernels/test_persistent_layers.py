@@ -3,10 +3,13 @@ decoders it is for; its machine code where NVRTC is installed."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cuda_on_cpu
 import pytest
@@ -41,14 +44,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     if not HAS_HOPPER and cuda_on_cpu.COMPILER is None:
         pytest.skip("needs a Hopper GPU, or a C++ compiler")
     source, seeds = Path(module.__file__).with_suffix(".cu"), itertools.count()
-    header = source.with_name("persistent_attention.cuh")
 
     def with_programs(count: int) -> None:
         if HAS_HOPPER:
             return
         monkeypatch.setattr(module, "NUM_SMS", count)
         monkeypatch.setattr(persistent_tiles, "NUM_SMS", count)
-        launch = cuda_on_cpu.launcher(source, module.NUM_THREADS, lambda: next(seeds), (header,))
+        launch = cuda_on_cpu.launcher(source, module.NUM_THREADS, lambda: next(seeds), module.HEADERS)
         monkeypatch.setattr(persistent_layers, "launch", launch)
         choose_persistent_tiles.cache_clear()
 
@@ -157,6 +159,37 @@ def test_numbers_that_are_not_finite_are_seen(runs: Callable[[int], None]) -> No
     row.hidden[0, 7] = float("nan")
     run(make(SMALL, layers), row)
     assert row.hidden.isnan().all()
+
+
+@pytest.mark.skipif(HAS_HOPPER or cuda_on_cpu.COMPILER is None, reason="runs on a CPU, by a C++ compiler")
+def test_a_program_that_waited_too_long(runs: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of 66, which adds nothing to the residual stream itself: the row is no number, the next one is right."""
+    runs(66)
+    layers, launch = random_layers(SMALL, 1, torch.bfloat16, DEVICE), persistent_layers.launch
+    kernel, row = make(SMALL, layers), random_row(SMALL, 1, 70, torch.bfloat16, DEVICE)
+
+    def launch_late(programs: int, content: str, arguments: Callable[[], Any]) -> None:
+        late = json.loads(content)
+        late["macros"]["CLOCK"] = "(current_program == 65 ? 1000000000ll : 0ll)"
+        launch(programs, json.dumps(late), arguments)
+
+    late = row.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(persistent_layers, "launch", launch_late)
+        run(kernel, late)
+    assert late.hidden.isnan().all()
+    check(SMALL, kernel, layers, row)
+
+
+def test_keeps_no_tensors(runs: Callable[[int], None]) -> None:
+    """Kernel warm-up drops its model while the engine goes on."""
+    layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
+    kernel = make(SMALL, layers)
+    run(kernel, random_row(SMALL, 1, 5, torch.bfloat16, DEVICE))
+    left = weakref.ref(layers[0].qkv)
+    del layers, kernel
+    gc.collect()
+    assert left() is None
 
 
 @on_hopper

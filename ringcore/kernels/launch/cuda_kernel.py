@@ -19,9 +19,10 @@ from ringcore.kernels.launch.dependent_launch import supports_pdl
 from ringcore.kernels.launch.nvrtc import compile_cuda, nvrtc_version
 from ringcore.kernels.launch.shared_memory import take_all_shared_memory
 
-__all__ = ["FLOAT", "INT", "POINTER", "CudaKernel", "LoadedKernel", "tensor_map"]
+__all__ = ["FLOAT", "INT", "NUMBERS", "POINTER", "CudaKernel", "LoadedKernel", "tensor_map"]
 
 _PTX = Path(__file__).with_name("ptx.cuh")  # before every source
+NUMBERS = Path(__file__).with_name("numbers.cuh")  # a header
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 

@@ -15,7 +15,6 @@ constexpr int TILE_OUTPUTS = IS_GATED ? 8 : 16;                // a tile is 16 r
 constexpr int CODE_BYTES = 16 * STAGE_INPUTS / 2, SCALE_BYTES = 16 * STAGE_INPUTS / 128 * 4;
 constexpr int PLANE_BYTES = 32 * CHUNKS + 64;                  // a digit of the row; 64 more, so that banks differ
 constexpr int HALVES = (2 * CHUNKS + THREADS - 1) / THREADS;   // half chunks that a thread prepares
-constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
 constexpr bool IS_WHOLE = 2 * CHUNKS % THREADS == 0 && NUM_INPUTS % STAGE_INPUTS == 0;
 
 constexpr int SCALES_AT = NUM_STAGES * CODE_BYTES;
@@ -29,14 +28,6 @@ constexpr int BARRIERS_AT = HAS_ROW_AT + 8;
 // round behind, where the parity of the barrier says that it has landed.
 static_assert(NUM_STAGES % (NUM_WARPS / 2) == 0 && EARLY_WINDOW <= WINDOW && WINDOW <= NUM_STAGES);
 static_assert(BARRIERS_AT + 16 * NUM_STAGES == SHARED_BYTES);
-
-__device__ __forceinline__ float low_half(u32 pair, int type) {
-    return type == 0 ? __uint_as_float(pair << 16) : low_float16(pair);
-}
-
-__device__ __forceinline__ float high_half(u32 pair, int type) {
-    return type == 0 ? __uint_as_float(pair & 0xffff0000u) : high_float16(pair);
-}
 
 // Eight consecutive numbers as they lie in memory; past the L1 cache.
 template <int TYPE> struct Eight {
@@ -68,12 +59,6 @@ template <int TYPE> __device__ __forceinline__ float load_number(const void* ten
 template <int TYPE> __device__ __forceinline__ void store_number(void* tensor, int at, float value) {
     if (TYPE == 2) { ((float*)tensor)[at] = value; return; }
     ((u16*)tensor)[at] = TYPE == 0 ? to_bfloat16(value) : to_float16(value);
-}
-
-__device__ __forceinline__ float activated(float gate) {
-    if (!IS_GELU) return __fdividef(gate, 1.f + __expf(-gate));
-    float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-    return gate - __fdividef(gate, 1.f + __expf(2.f * inner));  // gate * (1 + tanh(inner)) / 2
 }
 
 // The producer: one thread fills the ring. At most WINDOW stages are on their way, and EARLY_WINDOW before this kernel
@@ -323,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) int8_gemv(
         if (IS_GATED) {
             up *= norm;
             if (HAS_BIAS) up += load_number<BIAS_TYPE>(bias, num_outputs + output);
-            value = activated(value) * up;
+            value = activated<IS_GELU>(value) * up;
         }
         if (ADDS) value += i == thread ? added : load_number<OUT_TYPE>(out, output);
         store_number<OUT_TYPE>(out, output, value);

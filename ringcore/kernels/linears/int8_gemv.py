@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from ringcore.kernels.launch.cuda_kernel import FLOAT, INT, POINTER, CudaKernel, tensor_map
+from ringcore.kernels.launch.cuda_kernel import FLOAT, INT, NUMBERS, POINTER, CudaKernel, tensor_map
 from ringcore.kernels.linears.packed_weight import PackedWeight
 from ringcore.kernels.linears.round_rows import RowNorm
 from ringcore.kernels.linears.skinny_tiles import Int8GemvConfig
@@ -31,7 +31,9 @@ __all__ = ["int8_gemv", "launch_int8_gemv", "specialization"]
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
-int8_gemv = CudaKernel(__name__, "int8_gemv", Path(__file__).with_suffix(".cu"), 32 * Int8GemvConfig.num_warps)
+_SOURCE = Path(__file__).with_suffix(".cu")
+
+int8_gemv = CudaKernel(__name__, "int8_gemv", _SOURCE, 32 * Int8GemvConfig.num_warps, headers=(NUMBERS,))
 
 
 def launch_int8_gemv(

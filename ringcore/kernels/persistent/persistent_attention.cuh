@@ -1,124 +1,10 @@
-// What persistent_layers.cu is made of besides the products: a program, how programs tell each other numbers, attention.
+// Attention in persistent_layers.cu.
 //
-// Macros: NUM_PROGRAMS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, MAX_SPLITS, HAS_HEAD_NORM, TYPE, of weights and
-// of keys and values, HEAD_GAIN_TYPE, NUM_SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES. Types: 0 bfloat16, 1 float16, 2 float32.
+// Macros: NUM_PROGRAMS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, MAX_SPLITS, HAS_HEAD_NORM, HEAD_GAIN_TYPE, and TYPE
+// of weights, keys and values.
 
-constexpr int NUM_WARPS = 8, THREADS = 32 * NUM_WARPS;  // consumers; of four more, one loads weights
 constexpr int OUT_SIZE = NUM_HEADS * HEAD_SIZE, KV_SIZE = NUM_KV_HEADS * HEAD_SIZE, QKV_SIZE = OUT_SIZE + 2 * KV_SIZE;
 constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;  // query heads of a KV head
-constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
-constexpr long long DEADLINE = 2000000000;  // cycles, about a second: programs that have not arrived do not run
-
-constexpr int SUMS_AT = NUM_SLOTS * SLOT_BYTES;                // of units, [rows, warps]; attention has it between
-constexpr int SQUARES_AT = SUMS_AT + SCRATCH_BYTES;
-constexpr int IS_WAITING_AT = SQUARES_AT + 4 * NUM_WARPS, IS_LATE_AT = IS_WAITING_AT + 4;
-constexpr int BARRIERS_AT = IS_LATE_AT + 4;
-static_assert(BARRIERS_AT + 16 * NUM_SLOTS == SHARED_BYTES && SUMS_AT % 16 == 0);
-
-__device__ __forceinline__ float low_half(u32 pair, int type) {
-    return type == 0 ? __uint_as_float(pair << 16) : low_float16(pair);
-}
-
-__device__ __forceinline__ float high_half(u32 pair, int type) {
-    return type == 0 ? __uint_as_float(pair & 0xffff0000u) : high_float16(pair);
-}
-
-// A thread's inputs of a part: vectors of as many numbers as divide their count, which is V.
-template <int V> constexpr int VECTOR = V % 8 == 0 ? 8 : V % 4 == 0 ? 4 : 2;
-
-template <int V> __device__ __forceinline__ int input_of(int i) {
-    return (i / VECTOR<V> * THREADS + threadIdx.x) * VECTOR<V> + i % VECTOR<V>;
-}
-
-// A word is a float32 whose lowest four bits are a tag: by how often its place was written. So a reader knows whether it
-// has the word of this time, and no store has to be waited for: without tags, each barrier would begin with a fence.
-__device__ __forceinline__ void store_word(u32* to, float value, u32 tag) {
-    store_past_l1(to, (__float_as_uint(value) & ~15u) | (tag & 15));
-}
-
-__device__ __forceinline__ float number_of(u32 word) { return __uint_as_float(word & ~15u); }
-
-// The consumers of a program.
-struct Program {
-    char* const shared;
-    u64* const counter;  // of arrivals, never reset
-    const u32 base;
-    const int lane, warp;
-    u64 target;
-
-    __device__ __forceinline__ Program(char* shared, u64* counter)
-        : shared(shared), counter(counter), base(shared_address(shared)), lane(threadIdx.x & 31), warp(threadIdx.x >> 5) {}
-
-    __device__ __forceinline__ void sync() const { sync_threads<THREADS>(2); }
-
-    // Of all programs that run, this one has not arrived.
-    __device__ __forceinline__ void begin() { target = load_counter(counter) / NUM_PROGRAMS * NUM_PROGRAMS; }
-
-    // How many layers there were before, in all launches, and this one: six barriers are a layer.
-    __device__ __forceinline__ u32 layer_tag() const { return (u32)(target / (6 * NUM_PROGRAMS)) + 1; }
-
-    __device__ __forceinline__ bool is_late() const { return load_4(base + IS_LATE_AT); }
-
-    __device__ __forceinline__ void arrive_at_grid() {
-        sync();
-        target += NUM_PROGRAMS;
-        if (threadIdx.x) return;
-        add_to_counter(counter, 1);
-        store_4(base + IS_WAITING_AT, 1);
-    }
-
-    __device__ __forceinline__ void wait_for_grid() const {
-        if (threadIdx.x == 0) {
-            const long long start = clock64();
-            while (load_counter(counter) < target && !is_late())
-                if (clock64() - start > DEADLINE) store_4(base + IS_LATE_AT, 1);
-        }
-        sync();
-    }
-
-    __device__ __forceinline__ void has_row() const {
-        if (threadIdx.x == 0) store_4(base + IS_WAITING_AT, 0);
-    }
-
-    // COUNT vectors of WIDTH words, `stride` words apart. Returns bits of which the lowest four are 0 if all have the tag.
-    template <int COUNT, int WIDTH> static __device__ __forceinline__ u32 load(u32* words, const u32* from, int stride, u32 tag) {
-        u32 differs = 0;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) load_past_l1<WIDTH>(words + i * WIDTH, from + i * stride);
-#pragma unroll
-        for (int i = 0; i < COUNT * WIDTH; i++) differs |= words[i] ^ tag;
-        return differs;
-    }
-
-    // A thread's V inputs of those from `from` on.
-    template <int V> static __device__ __forceinline__ u32 load_inputs(u32* words, const u32* from, u32 tag) {
-        return load<V / VECTOR<V>, VECTOR<V>>(words, from + threadIdx.x * VECTOR<V>, THREADS * VECTOR<V>, tag);
-    }
-
-    // Calls `load` until all words have their tag.
-    template <class Load> __device__ __forceinline__ void load_until_written(Load load) const {
-        const long long start = clock64();
-        while ((load() & 15) && !is_late())
-            if (clock64() - start > DEADLINE) store_4(base + IS_LATE_AT, 1);
-    }
-};
-
-// Sums over groups of LANES lanes of N numbers of each lane. A lane gets that of the number lane % LANES / (LANES / N).
-template <int N, int LANES = 32> __device__ __forceinline__ float sum_over_lanes(float* numbers, int lane) {
-    int lanes = LANES / 2;
-#pragma unroll
-    for (int n = N / 2; n; n /= 2, lanes /= 2) {
-        const bool is_upper = lane & lanes;
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            const float given = is_upper ? numbers[i] : numbers[i + n];
-            numbers[i] = (is_upper ? numbers[i + n] : numbers[i]) + __shfl_xor_sync(~0u, given, lanes);
-        }
-    }
-#pragma unroll
-    for (; lanes; lanes /= 2) numbers[0] += __shfl_xor_sync(~0u, numbers[0], lanes);
-    return numbers[0];
-}
 
 // Attention of one row. A program has a KV head, its query heads, and a split of the context: tiles of TILE tokens, of
 // which a warp has eight at a time. A key or value is spread over LANES lanes of a warp.
@@ -277,15 +163,15 @@ struct Attention {
     }
 
     // Places that this context leaves unused are written in every layer too: a tag says one time only if none is left out.
-    __device__ __forceinline__ void write_unused(u32 tag) const {
+    __device__ __forceinline__ void write_unused(const Program& program, u32 tag) const {
         if (first < end || split >= MAX_SPLITS) return;
         for (int i = threadIdx.x; i < GROUP * HEAD_SIZE; i += THREADS)
-            store_word(partials() + split * OUT_SIZE + head * GROUP * HEAD_SIZE + i, 0, tag);
-        if (threadIdx.x < GROUP) store_word(sums() + split * NUM_HEADS + head * GROUP + threadIdx.x, 0, tag);
+            program.store(partials() + split * OUT_SIZE + head * GROUP * HEAD_SIZE + i, 0, tag);
+        if (threadIdx.x < GROUP) program.store(sums() + split * NUM_HEADS + head * GROUP + threadIdx.x, 0, tag);
     }
 
     __device__ __forceinline__ void attend(const Program& program, u16* kv_cache, const void* gains, u32 tag) {
-        write_unused(tag);
+        write_unused(program, tag);
         if (first >= end) return;
         load_heads(program, kv_cache, gains, tag);
         const int lane = program.lane, from = lane % LANES * 8;
@@ -383,8 +269,8 @@ struct Attention {
                 total += of_warps[2 * (j * GROUP + g) + 1] * factor;
                 value += values[j * GROUP * HEAD_SIZE + i] * factor;
             }
-            store_word(partials() + split * OUT_SIZE + head * GROUP * HEAD_SIZE + i, value / total, tag);
-            if (i % HEAD_SIZE == 0) store_word(sums() + split * NUM_HEADS + head * GROUP + g, maximum + log2f(total), tag);
+            program.store(partials() + split * OUT_SIZE + head * GROUP * HEAD_SIZE + i, value / total, tag);
+            if (i % HEAD_SIZE == 0) program.store(sums() + split * NUM_HEADS + head * GROUP + g, maximum + log2f(total), tag);
         }
     }
 
@@ -408,6 +294,6 @@ struct Attention {
                 total += weight;
                 value = fmaf(weight, number_of(words[s]), value);
             }
-        store_word(result + i, num_splits ? __fdividef(value, total) : 0, tag);
+        program.store(result + i, num_splits ? __fdividef(value, total) : 0, tag);
     }
 };

@@ -1,7 +1,7 @@
 // One row through all layers of a dense decoder in one launch, a persistent kernel: see persistent_layers.py.
 //
-// Macros: those of persistent_attention.cuh, and MAX_LAYERS, PRODUCTS, SLOT_BYTES, NUM_SLOTS, WINDOW, EARLY_WINDOW,
-// SHARED_BYTES, GAIN_TYPE, HAS_BIAS and IS_GELU. GAIN_TYPE: 0 bfloat16, 1 float16, 2 float32.
+// Macros: those of persistent_program.cuh and persistent_attention.cuh, and MAX_LAYERS, PRODUCTS, WINDOW,
+// EARLY_WINDOW, GAIN_TYPE, HAS_BIAS and IS_GELU. GAIN_TYPE: 0 bfloat16, 1 float16, 2 float32.
 
 // A product of a layer. A slot of the ring has rows of the weight, or one of equal parts of a row; a program sums up a
 // unit of rows at once, and has the same rows of both products that add to the residual stream.
@@ -196,12 +196,6 @@ struct Normed {
     }
 };
 
-__device__ __forceinline__ float activated(float gate) {
-    if (!IS_GELU) return __fdividef(gate, 1.f + __expf(-gate));
-    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-    return gate - __fdividef(gate, 1.f + __expf(2.f * inner));  // gate * (1 + tanh(inner)) / 2
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers(
     const __grid_constant__ Layers layers, float* hidden, const float* cos_sin, const int* seq_len, const int* block_table,
     u64* counter, u32* exchanged, int num_layers, float scale, float eps, float head_eps
@@ -252,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         for (int j = thread; j < count * OF[QKV].unit_rows; j += THREADS) {
             float value = sum_of_row(program, j) * factor;
             if (HAS_BIAS) value += low_half(layer.bias[output_of<QKV>(j)], TYPE);
-            store_word(attention.qkv() + output_of<QKV>(j), value, tag);
+            program.store(attention.qkv() + output_of<QKV>(j), value, tag);
         }
         program.arrive_at_grid();
         attention.prefetch(program, layer.kv_cache, layer.head_gains);
@@ -267,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         multiply_words<OUT>(program, ring, attended, tag);
         if (thread < num_own) {
             residual += sum_of_row(program, thread);
-            store_word(stream + own, residual, 2 * tag);
+            program.store(stream + own, residual, 2 * tag);
         }
         program.arrive_at_grid();
         program.wait_for_grid();
@@ -278,8 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         constexpr int UNIT = OF[GATE_UP].unit_rows, HALF = UNIT / 2;
         for (int j = thread; j < count * HALF; j += THREADS) {
             const int row = j / HALF * UNIT + j % HALF;
-            store_word(gated + output_of<GATE_UP>(j),
-                       activated(sum_of_row(program, row) * factor) * (sum_of_row(program, row + HALF) * factor), tag);
+            program.store(gated + output_of<GATE_UP>(j),
+                       activated<IS_GELU>(sum_of_row(program, row) * factor) * (sum_of_row(program, row + HALF) * factor), tag);
         }
         program.arrive_at_grid();
         if (i + 1 < num_layers) normed.load_gains(layers.at[i + 1].gains[0]);
@@ -288,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         multiply_words<DOWN>(program, ring, gated, tag);
         if (thread < num_own) {
             residual += sum_of_row(program, thread);
-            if (i + 1 < num_layers) store_word(stream + own, residual, 2 * tag + 1);
+            if (i + 1 < num_layers) program.store(stream + own, residual, 2 * tag + 1);
         }
         program.arrive_at_grid();
         if (i + 1 < num_layers) program.wait_for_grid();

@@ -18,7 +18,6 @@ them before the query is there. Up to 16 splits are merged by their log-sum-exp.
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ringcore.kernels.launch.cuda_kernel import FLOAT, INT, POINTER, CudaKernel
+from ringcore.kernels.launch.cuda_kernel import FLOAT, INT, NUMBERS, POINTER, CudaKernel
 from ringcore.kernels.launch.nvrtc import nvrtc_version
 from ringcore.kernels.linears.skinny_times import NUM_SMS
 from ringcore.kernels.linears.tma_configs import has_wgmma
@@ -38,6 +37,7 @@ __all__ = ["MAX_LAYERS", "Layers", "PersistentLayer", "PersistentLayers", "persi
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HERE = Path(__file__)
 MAX_LAYERS = 128
+HEADERS = NUMBERS, _HERE.with_name("persistent_program.cuh"), _HERE.with_name("persistent_attention.cuh")
 NUM_THREADS = 384  # eight warps that multiply, and four of which one loads weights
 
 
@@ -58,7 +58,7 @@ persistent_layers = CudaKernel(
     "persistent_layers",
     _HERE.with_suffix(".cu"),
     NUM_THREADS,
-    headers=(_HERE.with_name("persistent_attention.cuh"),),
+    headers=HEADERS,
     is_alone=True,
 )
 
@@ -106,6 +106,7 @@ class PersistentLayers:
         self._shape, self._tiles, self._layers = shape, tiles, layers
         self._numbers = scale, eps, head_eps
         self._is_gelu = is_gelu
+        self._contents: dict[int, str] = {}  # by block size
         words = shape.hidden_size + shape.intermediate_size + self._heads
         words += self._heads + 2 * shape.num_kv_heads * shape.head_size
         words += tiles.max_splits * (self._heads + shape.num_heads)
@@ -132,7 +133,10 @@ class PersistentLayers:
         """
         assert hidden.shape == (1, self._shape.hidden_size), hidden.shape
         assert hidden.dtype == torch.float32, hidden.dtype
-        content = self._specialization(kv_caches[0].shape[3])
+        block_size = kv_caches[0].shape[3]
+        content = self._contents.get(block_size) or self._contents.setdefault(
+            block_size, self._specialization(block_size)
+        )
         tensors = hidden, cos_sin, seq_lens, block_table, self._counter, self._exchanged
 
         def arguments() -> list[tuple[Any, Any]]:
@@ -147,7 +151,6 @@ class PersistentLayers:
 
         persistent_layers.launch(NUM_SMS, content, arguments)
 
-    @functools.cache  # noqa: B019 - as few as there are block sizes
     def _specialization(self, block_size: int) -> str:
         shape, tiles, first = self._shape, self._tiles, self._layers[0]
         products = ((of.inputs, of.outputs, of.parts, of.slot_rows, of.unit_rows) for of in tiles.products)
