@@ -199,6 +199,8 @@ inline void copy_bytes(u32 to, const void* from, int num_bytes, u32 barrier, u64
     mine.copies.push_back({{}, {}, to, barrier, from, (u32)num_bytes});
 }
 
+inline void prefetch_bytes(const void*, int) {}
+
 inline void land(const Copy& copy) {
     Barrier& barrier = mine.barriers[copy.barrier];
     if (copy.bytes) {

@@ -39,6 +39,7 @@ def random_layers(
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
     hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_size
     qkv = heads + 2 * shape.num_kv_heads * shape.head_size
+    experts = (shape.num_experts,) if shape.num_experts else ()
 
     def normal(*sizes: int, deviation: float = 1.0) -> torch.Tensor:
         return (torch.randn(*sizes, generator=generator, device=device) * deviation).to(dtype)
@@ -54,8 +55,9 @@ def random_layers(
             gain(2, shape.head_size) if has_head_norm else None,
             normal(hidden, heads, deviation=heads**-0.5),
             gain(hidden),
-            normal(2 * inner, hidden, deviation=2 * hidden**-0.5),
-            normal(hidden, inner, deviation=inner**-0.5),
+            normal(*experts, 2 * inner, hidden, deviation=2 * hidden**-0.5),
+            normal(*experts, hidden, inner, deviation=inner**-0.5),
+            normal(*experts, hidden, deviation=2 * hidden**-0.5) if experts else None,
         )
         for _ in range(num_layers)
     ]
@@ -77,17 +79,45 @@ def random_row(
     )
 
 
-def run_reference(shape: DecoderShape, layers: list[PersistentLayer], row: Row, *, is_gelu: bool = False) -> None:
+def run_reference(
+    shape: DecoderShape,
+    layers: list[PersistentLayer],
+    row: Row,
+    *,
+    is_gelu: bool = False,
+    normalises: bool = False,
+) -> None:
     """Changes `row` as `PersistentLayers` does."""
     for layer, cache in zip(layers, row.kv_caches, strict=True):
         heads = _normed(row.hidden, layer.input_gain, EPS) @ layer.qkv.float().t()
         if layer.bias is not None:
             heads += layer.bias.float()
         row.hidden += _attended(shape, layer, row, cache, heads) @ layer.out.float().t()
-        gate, up = (_normed(row.hidden, layer.mlp_gain, EPS) @ layer.gate_up.float().t()).chunk(2, 1)
-        functional = torch.nn.functional
-        gated = (functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)) * up
-        row.hidden += gated @ layer.down.float().t()
+        x = _normed(row.hidden, layer.mlp_gain, EPS)
+        if layer.router is None:
+            row.hidden += _mlp(x, layer.gate_up, layer.down, is_gelu)
+            continue
+        for expert, weight in zip(*_routed(shape, layer.router, x, normalises), strict=True):
+            row.hidden += weight * _mlp(x, layer.gate_up[expert], layer.down[expert], is_gelu)
+
+
+def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+    gate, up = (x @ gate_up.float().t()).chunk(2, 1)
+    functional = torch.nn.functional
+    gated = (functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)) * up
+    return gated @ down.float().t()
+
+
+def _routed(
+    shape: DecoderShape, router: torch.Tensor, x: torch.Tensor, normalises: bool
+) -> tuple[list[int], torch.Tensor]:
+    """As `route_reference`; of equal logits the first. The experts, and their weights."""
+    logits = (x @ router.float().t())[0].to(router.dtype).float()
+    experts = logits.sort(descending=True, stable=True)[1][: shape.num_chosen]
+    weights = logits.softmax(-1)[experts]
+    if normalises:
+        weights = weights / weights.sum()
+    return experts.tolist(), weights.to(router.dtype).float()
 
 
 def _attended(

@@ -183,12 +183,7 @@ def test_tokens_of_a_checkpoint_are_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """One after the other, on a CPU; logits beside those in float32 of the same weights."""
-    for module in (kernel_module, persistent_tiles):
-        monkeypatch.setattr(module, "NUM_SMS", 3)
-    source, seeds = Path(kernel_module.__file__).with_suffix(".cu"), itertools.count()
-    launch = cuda_on_cpu.launcher(source, kernel_module.NUM_THREADS, lambda: next(seeds), kernel_module.HEADERS)
-    monkeypatch.setattr(kernel_module.persistent_layers, "launch", launch)
-    persistent_tiles.choose_persistent_tiles.cache_clear()
+    use_programs(monkeypatch, 3)
     theirs = hf_model(family, **SIZES).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path)
     model, ids = load(tmp_path, dtype=torch.bfloat16), [5, 9, 77, 9]

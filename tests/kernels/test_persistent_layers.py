@@ -4,28 +4,22 @@ decoders it is for; its machine code where NVRTC is installed."""
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cuda_on_cpu
 import pytest
 import torch
-from persistent_reference import EPS, HEAD_EPS, Row, random_layers, random_row, run_reference
+from persistent_reference import random_layers, random_row
+from persistent_runs import DEVICE, HAS_HOPPER, check, make, on_hopper, programs, run, run_late
 from sass import disassemble
 
 from ringcore.kernels.launch.nvrtc import compile_cuda, nvrtc_version
-from ringcore.kernels.persistent import persistent_layers as module
-from ringcore.kernels.persistent import persistent_tiles
-from ringcore.kernels.persistent.persistent_layers import PersistentLayer, PersistentLayers, persistent_layers
+from ringcore.kernels.persistent.persistent_layers import persistent_layers
 from ringcore.kernels.persistent.persistent_tiles import DecoderShape, choose_persistent_tiles
 
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
-DEVICE = "cuda" if HAS_HOPPER else "cpu"
 SMALL = DecoderShape(512, 1024, 4, 1, 128)
 SHAPES = {
     "Qwen3-0.6B": DecoderShape(1024, 3072, 16, 8, 128),
@@ -41,48 +35,12 @@ SHAPES = {
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Called with a number of programs: how many run the kernel on a CPU."""
-    if not HAS_HOPPER and cuda_on_cpu.COMPILER is None:
-        pytest.skip("needs a Hopper GPU, or a C++ compiler")
-    source, seeds = Path(module.__file__).with_suffix(".cu"), itertools.count()
-
-    def with_programs(count: int) -> None:
-        if HAS_HOPPER:
-            return
-        monkeypatch.setattr(module, "NUM_SMS", count)
-        monkeypatch.setattr(persistent_tiles, "NUM_SMS", count)
-        launch = cuda_on_cpu.launcher(source, module.NUM_THREADS, lambda: next(seeds), module.HEADERS)
-        monkeypatch.setattr(persistent_layers, "launch", launch)
-        choose_persistent_tiles.cache_clear()
-
-    with_programs(3)
-    return with_programs
+    return programs(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def _no_tiles_are_left() -> None:
     choose_persistent_tiles.cache_clear()
-
-
-def make(shape: DecoderShape, layers: list[PersistentLayer], *, is_gelu: bool = False) -> PersistentLayers:
-    tiles = choose_persistent_tiles(shape)
-    assert tiles is not None
-    scale = shape.head_size**-0.5
-    return PersistentLayers(shape, tiles, layers, eps=EPS, head_eps=HEAD_EPS, scale=scale, is_gelu=is_gelu)
-
-
-def run(kernel: PersistentLayers, row: Row) -> None:
-    kernel(row.hidden, row.cos_sin, row.seq_lens, row.block_table, row.kv_caches)
-
-
-def check(shape: DecoderShape, kernel: PersistentLayers, layers: list[PersistentLayer], row: Row, **how: bool) -> None:
-    """Runs it."""
-    expected, before = row.clone(), row.hidden.clone()
-    run_reference(shape, layers, expected, **how)
-    run(kernel, row)
-    wrong = (row.hidden - expected.hidden).norm() / (expected.hidden - before).norm()
-    assert wrong < 2e-3, wrong  # a key or value may be rounded to its neighbour in 16 bits
-    for cache, other in zip(row.kv_caches, expected.kv_caches, strict=True):
-        torch.testing.assert_close(cache, other, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 300, 1100])
@@ -165,18 +123,10 @@ def test_numbers_that_are_not_finite_are_seen(runs: Callable[[int], None]) -> No
 def test_a_program_that_waited_too_long(runs: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of 66, which adds nothing to the residual stream itself: the row is no number, the next one is right."""
     runs(66)
-    layers, launch = random_layers(SMALL, 1, torch.bfloat16, DEVICE), persistent_layers.launch
+    layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
     kernel, row = make(SMALL, layers), random_row(SMALL, 1, 70, torch.bfloat16, DEVICE)
-
-    def launch_late(programs: int, content: str, arguments: Callable[[], Any]) -> None:
-        late = json.loads(content)
-        late["macros"]["CLOCK"] = "(current_program == 65 ? 1000000000ll : 0ll)"
-        launch(programs, json.dumps(late), arguments)
-
     late = row.clone()
-    with monkeypatch.context() as patch:
-        patch.setattr(persistent_layers, "launch", launch_late)
-        run(kernel, late)
+    run_late(monkeypatch, persistent_layers, kernel, late, program=65)
     assert late.hidden.isnan().all()
     check(SMALL, kernel, layers, row)
 

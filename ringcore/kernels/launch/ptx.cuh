@@ -78,6 +78,11 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int num_byt
                  :: "r"(to), "l"(from), "r"(num_bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
+// To the L2 cache, as above.
+__device__ __forceinline__ void prefetch_bytes(const void* from, int num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(num_bytes) : "memory");
+}
+
 // What programs of a launch tell each other: relaxed, so in no order; past the L1 cache.
 __device__ __forceinline__ void add_to_counter(u64* counter, u64 number) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(counter), "l"(number) : "memory");

@@ -1,4 +1,4 @@
-"""One row through all layers of a dense decoder on Hopper in one launch: a persistent kernel in CUDA C++
+"""One row through all layers of a decoder on Hopper in one launch: a persistent kernel in CUDA C++
 (`persistent_layers.cu`).
 
 One program an SM stays for the whole step. One of its threads fills a ring in shared memory with the weights of all
@@ -13,6 +13,11 @@ fence, which waits until all stores have arrived behind the weights that are loa
 
 Attention is split over tokens (split-KV): a program has a KV head and some tiles of 64 tokens, and loads the first of
 them before the query is there. Up to 16 splits are merged by their log-sum-exp.
+
+In the place of an MLP a layer may have a mixture of experts (`persistent_experts.cuh`). Programs share out the router's
+logits, and wait a seventh time; then each chooses the experts, as all do, and the thread that copies waits for this
+choice. Gate and up of the chosen experts are one product, and so is down, of which a slot has rows of one expert. Until
+the choice memory would be idle: it gets weights of the next layer's QKV to the L2 cache.
 """
 
 from __future__ import annotations
@@ -32,19 +37,30 @@ from ringcore.kernels.linears.skinny_times import NUM_SMS
 from ringcore.kernels.linears.tma_configs import has_wgmma
 from ringcore.kernels.persistent.persistent_tiles import DecoderShape, PersistentTiles
 
-__all__ = ["MAX_LAYERS", "Layers", "PersistentLayer", "PersistentLayers", "persistent_layers", "runs_on"]
+__all__ = [
+    "MAX_LAYERS",
+    "Layers",
+    "PersistentLayer",
+    "PersistentLayers",
+    "persistent_layers",
+    "persistent_mixtures",
+    "runs_on",
+]
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HERE = Path(__file__)
 MAX_LAYERS = 128
-HEADERS = NUMBERS, _HERE.with_name("persistent_program.cuh"), _HERE.with_name("persistent_attention.cuh")
+_HEADERS = NUMBERS, *(_HERE.with_name(f"persistent_{name}.cuh") for name in ("program", "attention", "products"))
+HEADERS = *_HEADERS, _HERE.with_name("persistent_mlp.cuh")
+MIXTURE_HEADERS = *_HEADERS, _HERE.with_name("persistent_experts.cuh")
+AHEAD_UNITS = 2  # of a mixture, of the next layer's QKV; see `persistent_experts.cuh`
 NUM_THREADS = 384  # eight warps that multiply, and four of which one loads weights
 
 
 class Layers(ctypes.Structure):
     """As in the kernel: of each layer its pointers."""
 
-    _fields_ = (("at", ctypes.c_uint64 * 9 * MAX_LAYERS),)
+    _fields_ = (("at", ctypes.c_uint64 * 10 * MAX_LAYERS),)
 
     def __init__(self, pointers: Sequence[Sequence[int]]) -> None:
         super().__init__(tuple(tuple(of_layer) for of_layer in pointers))
@@ -53,14 +69,12 @@ class Layers(ctypes.Structure):
         return ctypes.addressof(self)
 
 
-persistent_layers = CudaKernel(
-    __name__,
-    "persistent_layers",
-    _HERE.with_suffix(".cu"),
-    NUM_THREADS,
-    headers=HEADERS,
-    is_alone=True,
-)
+def _kernel(name: str, headers: Sequence[Path]) -> CudaKernel:
+    return CudaKernel(__name__, name, _HERE.with_suffix(".cu"), NUM_THREADS, headers=headers, is_alone=True)
+
+
+persistent_layers = _kernel("persistent_layers", HEADERS)
+persistent_mixtures = _kernel("persistent_mixtures", MIXTURE_HEADERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +87,20 @@ class PersistentLayer:
     head_gains: torch.Tensor | None  # [2, head_size]: QK norm
     out: torch.Tensor  # [hidden_size, num_heads * head_size]
     mlp_gain: torch.Tensor
-    gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]
-    down: torch.Tensor  # [hidden_size, intermediate_size]
+    gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]; of a mixture, of each expert: [num_experts, ...]
+    down: torch.Tensor  # [hidden_size, intermediate_size]; likewise
+    router: torch.Tensor | None = None  # [num_experts, hidden_size], of a mixture
 
     @property
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """Of the products, in their order; and the bias."""
-        return (self.qkv, self.out, self.gate_up, self.down, *(() if self.bias is None else (self.bias,)))
+        """Of the products, and the bias."""
+        found = self.qkv, self.out, self.gate_up, self.down, self.router, self.bias
+        return tuple(one for one in found if one is not None)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """As `Layer` in the kernel has them."""
-        linears = self.qkv, self.out, self.gate_up, self.down, self.bias
+        linears = self.qkv, self.out, self.gate_up, self.down, self.router, self.bias
         return *linears, self.input_gain, self.mlp_gain, self.head_gains
 
 
@@ -101,13 +117,16 @@ class PersistentLayers:
         head_eps: float,
         scale: float,
         is_gelu: bool,
+        normalises: bool = False,
     ) -> None:
-        """eps, head_eps: of the norms of the stream, and of heads. scale: of scores."""
+        """eps, head_eps: of the norms of the stream, and of heads. scale: of scores. normalises: of a mixture, whether
+        the weights of a token's experts sum to 1."""
         self._shape, self._tiles, self._layers = shape, tiles, layers
         self._numbers = scale, eps, head_eps
-        self._is_gelu = is_gelu
+        self._is_gelu, self._normalises = is_gelu, normalises
+        self._kernel = persistent_mixtures if shape.num_experts else persistent_layers
         self._contents: dict[int, str] = {}  # by block size
-        words = shape.hidden_size + shape.intermediate_size + self._heads
+        words = shape.hidden_size + shape.num_gated + shape.num_experts + self._heads
         words += self._heads + 2 * shape.num_kv_heads * shape.head_size
         words += tiles.max_splits * (self._heads + shape.num_heads)
         device = layers[0].qkv.device
@@ -149,13 +168,14 @@ class PersistentLayers:
                 *((number, FLOAT) for number in self._numbers),
             ]
 
-        persistent_layers.launch(NUM_SMS, content, arguments)
+        self._kernel.launch(NUM_SMS, content, arguments)
 
     def _specialization(self, block_size: int) -> str:
         shape, tiles, first = self._shape, self._tiles, self._layers[0]
         products = ((of.inputs, of.outputs, of.parts, of.slot_rows, of.unit_rows) for of in tiles.products)
         macros = {
             "NUM_PROGRAMS": NUM_SMS,
+            "NUM_BARRIERS": 7 if shape.num_experts else 6,
             "MAX_LAYERS": MAX_LAYERS,
             "NUM_HEADS": shape.num_heads,
             "NUM_KV_HEADS": shape.num_kv_heads,
@@ -176,6 +196,8 @@ class PersistentLayers:
             "HAS_BIAS": int(first.bias is not None),
             "IS_GELU": int(self._is_gelu),
         }
+        if shape.num_experts:
+            macros |= {"NORMALISES": int(self._normalises), "AHEAD_UNITS": AHEAD_UNITS}
         return json.dumps({"macros": macros, "shared_bytes": tiles.shared_bytes})
 
 

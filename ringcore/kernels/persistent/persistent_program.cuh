@@ -1,6 +1,6 @@
 // A program of persistent_layers.cu: its shared memory, its barrier over the grid, and how programs tell each other numbers.
 //
-// Macros: NUM_PROGRAMS, NUM_SLOTS, SLOT_BYTES, SCRATCH_BYTES and SHARED_BYTES.
+// Macros: NUM_PROGRAMS, NUM_BARRIERS (over the grid, of a layer), NUM_SLOTS, SLOT_BYTES and SCRATCH_BYTES.
 
 constexpr int NUM_WARPS = 8, THREADS = 32 * NUM_WARPS;  // consumers; of four more, one loads weights
 constexpr long long DEADLINE = 2000000000;  // cycles, about a second: programs that have not arrived do not run
@@ -8,8 +8,8 @@ constexpr long long DEADLINE = 2000000000;  // cycles, about a second: programs 
 constexpr int SUMS_AT = NUM_SLOTS * SLOT_BYTES;                // of units, [rows, warps]; attention has it between
 constexpr int SQUARES_AT = SUMS_AT + SCRATCH_BYTES;
 constexpr int IS_WAITING_AT = SQUARES_AT + 4 * NUM_WARPS, IS_LATE_AT = IS_WAITING_AT + 4;
-constexpr int BARRIERS_AT = IS_LATE_AT + 4;
-static_assert(BARRIERS_AT + 16 * NUM_SLOTS == SHARED_BYTES && SUMS_AT % 16 == 0);
+constexpr int BARRIERS_AT = IS_LATE_AT + 4, END_AT = BARRIERS_AT + 16 * NUM_SLOTS;
+static_assert(SUMS_AT % 16 == 0);
 
 // A thread's inputs of a part: vectors of as many numbers as divide their count, which is V.
 template <int V> constexpr int VECTOR = V % 8 == 0 ? 8 : V % 4 == 0 ? 4 : 2;
@@ -38,8 +38,8 @@ struct Program {
     // Of all programs that run, this one has not arrived.
     __device__ __forceinline__ void begin() { target = load_counter(counter) / NUM_PROGRAMS * NUM_PROGRAMS; }
 
-    // How many layers there were before, in all launches, and this one: six barriers are a layer.
-    __device__ __forceinline__ u32 layer_tag() const { return (u32)(target / (6 * NUM_PROGRAMS)) + 1; }
+    // How many layers there were before, in all launches, and this one.
+    __device__ __forceinline__ u32 layer_tag() const { return (u32)(target / (NUM_BARRIERS * NUM_PROGRAMS)) + 1; }
 
     __device__ __forceinline__ bool is_late() const { return load_4(base + IS_LATE_AT); }
 

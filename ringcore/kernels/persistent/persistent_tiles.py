@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ringcore.kernels.linears.skinny_times import NUM_SMS
 
@@ -19,6 +19,7 @@ _MIN_SLOTS, _MAX_SPLITS = 4, 16
 _MAX_INPUTS_OF_THREAD = 80  # in registers
 _MAX_GROUP = 8
 _MAX_PARTS = 4  # of a row
+_MAX_EXPERT_INPUTS = 8 * _THREADS  # of a row of down: a vector of a thread, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,13 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    num_experts: int = 0  # 0: the MLP is dense; else they are of the intermediate size
+    num_chosen: int = 0  # experts of a token
+
+    @property
+    def num_gated(self) -> int:
+        """Inputs of down: of a mixture, of all chosen experts."""
+        return self.intermediate_size * (self.num_chosen or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +58,19 @@ class ProductTiles:
 
 @dataclass(frozen=True, slots=True)
 class PersistentTiles:
-    """Of all products of a layer: QKV, output, gate and up, down."""
+    """Of all products of a layer: QKV, output, gate and up, down; and of a mixture the router."""
 
-    products: tuple[ProductTiles, ProductTiles, ProductTiles, ProductTiles]
+    products: tuple[ProductTiles, ...]
     slot_bytes: int
     num_slots: int
     scratch_bytes: int
     max_splits: int
+    routing_bytes: int = 0  # of a mixture
 
     @property
     def shared_bytes(self) -> int:
-        return self.num_slots * (self.slot_bytes + 16) + self.scratch_bytes + 4 * _NUM_WARPS + 8
+        ring = self.num_slots * (self.slot_bytes + 16)
+        return ring + self.scratch_bytes + 4 * _NUM_WARPS + 8 + self.routing_bytes
 
     def window(self, *, early: bool) -> int:
         """Slots."""
@@ -84,35 +94,60 @@ def choose_persistent_tiles(shape: DecoderShape) -> PersistentTiles | None:
 def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
     heads, group = shape.num_heads * shape.head_size, shape.num_heads // shape.num_kv_heads
     splits = min(_MAX_SPLITS, NUM_SMS // shape.num_kv_heads)
-    sizes = shape.hidden_size, shape.intermediate_size, heads
-    serves = shape.head_size in (64, 128) and group <= _MAX_GROUP and splits > 1
+    sizes = shape.hidden_size, heads, *(() if shape.num_experts else (shape.intermediate_size,))
+    serves = shape.head_size in (64, 128) and group <= _MAX_GROUP and splits > 1 and _serves_experts(shape)
     if not serves or any(size % (2 * _THREADS) or size > _THREADS * _MAX_INPUTS_OF_THREAD for size in sizes):
         return
+    routing = 8 + 4 * shape.num_experts + 8 * shape.num_chosen + 8 if shape.num_experts else 0
     of_attention = 4 * (_NUM_WARPS + 1) * group * shape.head_size + 4 * shape.head_size + 40 * _NUM_WARPS * group
     for slot_bytes in _SLOT_BYTES:
         products = _products(shape, slot_bytes)
-        if any(of.outputs % of.unit_rows or of.parts > _MAX_PARTS for of in products):
+        if not _are_whole(shape, products):
             continue
         of_sums = max(of.rows_of_program for of in products) * _NUM_WARPS * 4
         scratch = -(-max(of_sums, of_attention) // 16) * 16
-        tiles = PersistentTiles(products, slot_bytes, 0, scratch, splits)
+        tiles = PersistentTiles(products, slot_bytes, 0, scratch, splits, routing)
         num_slots = (_MAX_SHARED_BYTES - tiles.shared_bytes) // (slot_bytes + 16)
         if num_slots >= _MIN_SLOTS:
-            yield PersistentTiles(products, slot_bytes, num_slots, scratch, splits)
+            yield replace(tiles, num_slots=num_slots)
 
 
-def _products(shape: DecoderShape, slot_bytes: int) -> tuple[ProductTiles, ProductTiles, ProductTiles, ProductTiles]:
-    hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_size
+def _serves_experts(shape: DecoderShape) -> bool:
+    """Or there are none. A thread compares one expert with the others, by vectors of four."""
+    size, number = shape.intermediate_size, shape.num_experts
+    vector = 2 if size <= 2 * _THREADS else 4 if size <= 4 * _THREADS else 8
+    serves = size % 8 == 0 and size <= _MAX_EXPERT_INPUTS and number % 4 == 0 and number <= _THREADS
+    return not number or (serves and vector * shape.num_chosen <= _MAX_INPUTS_OF_THREAD)
+
+
+def _are_whole(shape: DecoderShape, products: tuple[ProductTiles, ...]) -> bool:
+    """Units are of whole rows, and of one expert."""
+    gate_up, down = products[2:4]
+    if any(of.outputs % of.unit_rows or of.parts > _MAX_PARTS for of in products if of is not down):
+        return False
+    if shape.num_experts:
+        return gate_up.parts == 1 and shape.intermediate_size % (gate_up.unit_rows // 2) == 0
+    return down.parts <= _MAX_PARTS and down.outputs % down.unit_rows == 0
+
+
+def _products(shape: DecoderShape, slot_bytes: int) -> tuple[ProductTiles, ...]:
+    hidden, inner, heads = shape.hidden_size, shape.num_gated, shape.num_heads * shape.head_size
     qkv = heads + 2 * shape.num_kv_heads * shape.head_size
     (qkv_parts, qkv_rows), (out_parts, out_rows) = _of_slot(hidden, slot_bytes), _of_slot(heads, slot_bytes)
-    down_parts, down_rows = _of_slot(inner, slot_bytes)
+    if shape.num_experts:  # a slot has rows of one expert
+        rows = min(_MAX_UNIT_ROWS, _power_of_2(slot_bytes // (2 * shape.intermediate_size)))
+        down_parts, down_rows = shape.num_chosen, rows
+    else:
+        down_parts, down_rows = _of_slot(inner, slot_bytes)
     added = _unit_rows(hidden, max(out_rows, down_rows))  # a program has the same rows of both
-    return (
+    of_layer = (
         ProductTiles(hidden, qkv, qkv_parts, qkv_rows, _unit_rows(qkv, qkv_rows)),
         ProductTiles(heads, hidden, out_parts, out_rows, added),
         ProductTiles(hidden, 2 * inner, qkv_parts, qkv_rows, _unit_rows(2 * inner, 2 * qkv_rows)),
         ProductTiles(inner, hidden, down_parts, down_rows, added),
     )
+    router = ProductTiles(hidden, shape.num_experts, qkv_parts, 1, 1)
+    return (*of_layer, router) if shape.num_experts else of_layer
 
 
 def _unit_rows(outputs: int, least: int) -> int:

@@ -1,0 +1,193 @@
+// A mixture of experts in the place of the MLP in persistent_layers.cu.
+//
+// Macros: NORMALISES (the weights of the chosen experts sum to 1), AHEAD_UNITS, IS_GELU and SHARED_BYTES.
+
+struct Mlp {
+    static constexpr int NUM_EXPERTS = OF[ROUTER].outputs, K = OF[DOWN].parts, INTERMEDIATE = GATED / K;
+    static constexpr int NUM_WORDS = GATED + NUM_EXPERTS;  // the latter are logits
+    // In shared memory: a key of each expert; of the chosen ones, by rank, the index and the score; the choice's barrier.
+    static constexpr int KEYS_AT = (END_AT + 15) / 16 * 16, CHOSEN_AT = KEYS_AT + 4 * NUM_EXPERTS;
+    static constexpr int SCORES_AT = CHOSEN_AT + 4 * K, CHOICE_AT = SCORES_AT + 4 * K;
+    // Of a row of down, which is part of all inputs, a thread has one vector, or none.
+    static constexpr int V = INTERMEDIATE <= 2 * THREADS ? 2 : INTERMEDIATE <= 4 * THREADS ? 4 : 8;
+    static_assert(NUM_BARRIERS == 7 && CHOICE_AT + 8 <= SHARED_BYTES && CHOICE_AT % 8 == 0);
+    static_assert(NUM_EXPERTS % 4 == 0 && NUM_EXPERTS <= THREADS && K <= NUM_EXPERTS && OF[ROUTER].unit_rows == 1);
+    static_assert(INTERMEDIATE % V == 0 && INTERMEDIATE <= V * THREADS);
+
+    static __device__ __forceinline__ void init_barriers(const Program& program) { init_barrier(program.base + CHOICE_AT, K); }
+
+    // The experts' are copied once they are chosen. Until then memory would be idle: it gets units of the next layer's
+    // first product to the L2 cache.
+    static __device__ __forceinline__ void copy_weights(Producer& producer, const Layers& layers, int index, int num_layers) {
+        const Layer& layer = layers.at[index];
+        producer.copy_weights<ROUTER>(layer.weights[ROUTER]);
+        constexpr int SIZE = OF[QKV].unit_rows * HIDDEN;
+        const int ahead = index + 1 < num_layers ? first_unit<QKV>() + AHEAD_UNITS * NUM_PROGRAMS : 0;
+#pragma unroll 1
+        for (int unit = first_unit<QKV>(); unit < min(ahead, OF[QKV].units()); unit += NUM_PROGRAMS)
+            prefetch_bytes(layers.at[index + 1].weights[QKV] + (size_t)unit * SIZE, 2 * SIZE);
+        wait_for(producer.base + CHOICE_AT, index & 1);
+        copy_gate_up(producer, layer.weights[GATE_UP]);
+        copy_down(producer, layer.weights[DOWN]);
+    }
+
+    static __device__ __forceinline__ size_t chosen(u32 base, int rank) { return load_4(base + CHOSEN_AT + 4 * rank); }
+
+    // weights: [NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN]. A unit is of one expert.
+    static __device__ __forceinline__ void copy_gate_up(Producer& producer, const u16* weights) {
+        constexpr int ROWS = OF[GATE_UP].slot_rows, UNIT = OF[GATE_UP].unit_rows, HALF = UNIT / 2;
+        constexpr int UNITS = INTERMEDIATE / HALF;
+        static_assert(INTERMEDIATE % HALF == 0 && HALF % ROWS == 0 && OF[GATE_UP].parts == 1);
+#pragma unroll 1
+        for (int unit = first_unit<GATE_UP>(); unit < OF[GATE_UP].units(); unit += NUM_PROGRAMS) {
+            const size_t first = chosen(producer.base, unit / UNITS) * 2 * INTERMEDIATE + unit % UNITS * HALF;
+#pragma unroll 1
+            for (int i = 0; i < UNIT; i += ROWS)
+                producer.copy(weights + (first + (i < HALF ? i : INTERMEDIATE + i - HALF)) * HIDDEN, 2 * ROWS * HIDDEN);
+        }
+    }
+
+    // weights: [NUM_EXPERTS, HIDDEN, INTERMEDIATE].
+    static __device__ __forceinline__ void copy_down(Producer& producer, const u16* weights) {
+        constexpr int ROWS = OF[DOWN].slot_rows, UNIT = OF[DOWN].unit_rows;
+#pragma unroll 1
+        for (int unit = first_unit<DOWN>(); unit < OF[DOWN].units(); unit += NUM_PROGRAMS)
+#pragma unroll 1
+            for (int i = 0; i < UNIT; i += ROWS)
+#pragma unroll 1
+                for (int rank = 0; rank < K; rank++) {
+                    const size_t row = chosen(producer.base, rank) * HIDDEN + unit * UNIT + i;
+                    producer.copy(weights + row * INTERMEDIATE, 2 * ROWS * INTERMEDIATE);
+                }
+    }
+
+    static __device__ __forceinline__ float rounded(float value) {
+        return low_half(TYPE == 0 ? to_bfloat16(value) : to_float16(value), TYPE);
+    }
+
+    // In the order in which experts are chosen: by logits of 16 bits, which that of no number precedes, then by index. All
+    // differ, so that K experts are chosen whatever the logits are.
+    static __device__ __forceinline__ u32 key_of(u32 word, int expert) {
+        const float logit = number_of(word) + 0.f;  // no -0
+        const u32 bits = TYPE == 0 ? to_bfloat16(logit) : to_float16(logit);
+        return (bits & 0x8000 ? ~bits << 16 : (bits | 0x8000) << 16) | (0xffff - expert);
+    }
+
+    static __device__ __forceinline__ float logit_of(u32 key) {
+        return low_half(key >> 31 ? key >> 16 & 0x7fff : ~key >> 16, TYPE);
+    }
+
+    // Every program chooses, and all the same. The producer is told the experts at once; their scores are for later.
+    static __device__ __forceinline__ void choose(const Program& program, const u32* logits, u32 tag) {
+        const int expert = threadIdx.x;
+        u32* const keys = (u32*)(program.shared + KEYS_AT);
+        u32 key = 0;
+        if (expert < NUM_EXPERTS) {
+            program.load_until_written([&] { return Program::load<1, 1>(&key, logits + expert, 0, tag); });
+            keys[expert] = key = key_of(key, expert);
+        }
+        program.has_row();
+        program.sync();
+        int rank = 0;
+#pragma unroll
+        for (int i = 0; i < NUM_EXPERTS; i += 4) {
+            const uint4 others = load_16(program.base + KEYS_AT + 4 * i);
+            rank += (others.x > key) + (others.y > key) + (others.z > key) + (others.w > key);
+        }
+        const bool is_chosen = expert < NUM_EXPERTS && rank < K;
+        if (is_chosen) {
+            store_4(program.base + CHOSEN_AT + 4 * rank, expert);
+            arrive(program.base + CHOICE_AT);
+        }
+        u32 largest = 0;
+        for (int i = program.lane; i < NUM_EXPERTS; i += 32) largest = max(largest, keys[i]);
+#pragma unroll
+        for (int lanes = 16; lanes; lanes /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
+        float total = 0;
+        for (int i = program.lane; i < NUM_EXPERTS; i += 32) total += __expf(logit_of(keys[i]) - logit_of(largest));
+#pragma unroll
+        for (int lanes = 16; lanes; lanes /= 2) total += __shfl_xor_sync(~0u, total, lanes);
+        if (is_chosen) ((float*)(program.shared + SCORES_AT))[rank] = __expf(logit_of(key) - logit_of(largest)) / total;
+    }
+
+    static __device__ __forceinline__ float weight_of(const Program& program, int rank) {
+        const float* const scores = (const float*)(program.shared + SCORES_AT);
+        if (!NORMALISES) return rounded(scores[rank]);
+        float total = 0;
+#pragma unroll
+        for (int i = 0; i < K; i++) total += scores[i];
+        return rounded(scores[rank] / total);
+    }
+
+    // Of each chosen expert its gated numbers, times its weight.
+    static __device__ __forceinline__ void gate(
+        Program& program, Slots& ring, const Normed& normed, u32* gated, u32 tag, float eps
+    ) {
+        u32* const logits = gated + GATED;
+        int count = multiply<ROUTER>(program, ring, normed.x);
+        const float factor = normed.factor(program, eps);
+        for (int j = threadIdx.x; j < count; j += THREADS)
+            program.store(logits + output_of<ROUTER>(j), rounded(sum_of_row(program, j) * factor), tag);
+        program.arrive_at_grid();
+        program.wait_for_grid();
+        choose(program, logits, tag);
+        count = multiply<GATE_UP>(program, ring, normed.x);
+        constexpr int UNIT = OF[GATE_UP].unit_rows, HALF = UNIT / 2;
+        for (int j = threadIdx.x; j < count * HALF; j += THREADS) {
+            const int row = j / HALF * UNIT + j % HALF, output = output_of<GATE_UP>(j);
+            const float value = activated<IS_GELU>(sum_of_row(program, row) * factor) * (sum_of_row(program, row + HALF) * factor);
+            program.store(gated + output, value * weight_of(program, output / INTERMEDIATE), tag);
+        }
+    }
+
+    // The program's units of down, to shared memory, as `multiply` does.
+    static __device__ __forceinline__ void multiply_gated(const Program& program, Slots& ring, const u32* gated, u32 tag) {
+        const bool has_inputs = threadIdx.x * V < INTERMEDIATE;
+        u32 words[K * V] = {};
+        if (has_inputs)
+            program.load_until_written([&] { return Program::load<K, V>(words, gated + threadIdx.x * V, INTERMEDIATE, tag); });
+        program.has_row();
+        float x[K * V];
+#pragma unroll
+        for (int i = 0; i < K * V; i++) x[i] = number_of(words[i]);
+        multiply_experts(program, ring, x, has_inputs);
+    }
+
+    static __device__ __forceinline__ void multiply_experts(
+        const Program& program, Slots& ring, const float* x, bool has_inputs
+    ) {
+        constexpr int ROWS = OF[DOWN].slot_rows, UNIT = OF[DOWN].unit_rows;
+        float* const sums = (float*)(program.shared + SUMS_AT);
+        int at = 0;
+#pragma unroll 1
+        for (int unit = first_unit<DOWN>(); unit < OF[DOWN].units(); unit += NUM_PROGRAMS, at += UNIT) {
+            float of_rows[UNIT] = {};
+#pragma unroll
+            for (int i = 0; i < UNIT; i += ROWS)
+#pragma unroll
+                for (int rank = 0; rank < K; rank++) {
+                    const u32 full = program.base + BARRIERS_AT + 8 * ring.slot;
+                    wait_for(full, ring.parity);
+                    u32 pairs[ROWS][V / 2] = {};
+                    if (has_inputs)
+#pragma unroll
+                        for (int r = 0; r < ROWS; r++)
+                            load_weights<V>(pairs[r], program.base + ring.slot * SLOT_BYTES + 2 * r * INTERMEDIATE);
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                        for (int j = 0; j < V / 2; j++) {
+                            of_rows[i + r] = fmaf(low_half(pairs[r][j], TYPE), x[rank * V + 2 * j], of_rows[i + r]);
+                            of_rows[i + r] = fmaf(high_half(pairs[r][j], TYPE), x[rank * V + 2 * j + 1], of_rows[i + r]);
+                        }
+                    __syncwarp();
+                    if (program.lane == 0) arrive(full + 8 * NUM_SLOTS);
+                    if (++ring.slot == NUM_SLOTS) { ring.slot = 0; ring.parity ^= 1; }
+                }
+            const float sum = sum_over_lanes<UNIT>(of_rows, program.lane);
+            constexpr int SAME = 32 / UNIT;  // lanes that have the same sum
+            if (program.lane % SAME == 0) sums[(at + program.lane / SAME) * NUM_WARPS + program.warp] = sum;
+        }
+        program.sync();
+    }
+};
