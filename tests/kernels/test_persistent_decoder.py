@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,14 +15,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "model_executor"))
 
+from persistent_runs import use_programs
 from thread_tp import on_all_ranks
 from tiny_checkpoints import hf_logits, hf_model, load
 
 from ringcore.attention.backend import AttentionBackend, OneRow
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, GroupContext, TokenContext
+from ringcore.distributed.parallel import SingleRank
 from ringcore.kernels.persistent import persistent_layers as kernel_module
 from ringcore.kernels.persistent import persistent_tiles
 from ringcore.model_executor import ops
+from ringcore.model_executor.arithmetic import Arithmetic
+from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.rotary import KernelRotation
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
 from ringcore.model_executor.models.persistent_decoder import PersistentDecoder
@@ -66,6 +69,8 @@ def decoder_of(model: Any) -> PersistentDecoder | None:
         ("Qwen3", torch.bfloat16, {}),
         ("Llama", torch.float16, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}),
         ("Qwen2", torch.bfloat16, {}),  # biases
+        ("Qwen3Moe", torch.bfloat16, {"mlp_only_layers": []}),
+        ("Qwen3Moe", torch.float16, {"mlp_only_layers": [], "norm_topk_prob": False}),
     ],
 )
 def test_models_that_run_it(tmp_path: Path, family: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -78,7 +83,8 @@ def test_models_that_run_it(tmp_path: Path, family: str, dtype: torch.dtype, opt
         ("Qwen3", torch.float32, {}),
         ("Gemma3", torch.bfloat16, {}),  # norms after sublayers, windows
         ("Mistral", torch.bfloat16, {}),  # windows
-        ("Qwen3Moe", torch.bfloat16, {}),
+        ("Qwen3Moe", torch.bfloat16, {"mlp_only_layers": [0]}),  # layers that differ
+        ("Qwen3Moe", torch.bfloat16, {"mlp_only_layers": [], "moe_intermediate_size": 36}),  # not of 16 bytes
         ("Llama", torch.bfloat16, {"hidden_size": 768}),
         ("Llama", torch.bfloat16, {"mlp_bias": True, "attention_bias": True}),
     ],
@@ -103,6 +109,27 @@ def test_not_where_results_are_batch_invariant(tmp_path: Path) -> None:
     model = make(tmp_path)
     linear = model.layers[1].mlp.down_proj
     linear._product = linear.product.batch_invariant()
+    assert PersistentDecoder.of(model.layers) is None
+
+
+def test_not_of_experts_over_ranks(tmp_path: Path) -> None:
+    make(tmp_path, "Qwen3Moe", mlp_only_layers=[], num_key_value_heads=2)
+    models = on_all_ranks(2, lambda tp: load(tmp_path, tp, torch.bfloat16))
+    assert [layer.mlp.experts.dense for model in models for layer in model.layers] == [None] * 4
+
+
+def test_not_of_experts_that_move(tmp_path: Path) -> None:
+    model = make(tmp_path, "Qwen3Moe", mlp_only_layers=[])
+    experts = model.layers[1].mlp.experts
+    experts.slots = ExpertSlots(8, SingleRank(), None)
+    assert PersistentDecoder.of(model.layers) is None
+
+
+@pytest.mark.parametrize("of", ["router", "experts"])
+def test_not_of_mixtures_of_another_arithmetic(tmp_path: Path, of: str) -> None:
+    """Batch-invariant, or by a search."""
+    model = make(tmp_path, "Qwen3Moe", mlp_only_layers=[])
+    getattr(model.layers[1].mlp, of)._arithmetic = Arithmetic()
     assert PersistentDecoder.of(model.layers) is None
 
 
@@ -178,13 +205,14 @@ def test_steps(
 
 
 @pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen2"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2", "Qwen3Moe"])
 def test_tokens_of_a_checkpoint_are_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """One after the other, on a CPU; logits beside those in float32 of the same weights."""
     use_programs(monkeypatch, 3)
-    theirs = hf_model(family, **SIZES).to(torch.bfloat16)
+    options = {"mlp_only_layers": []} if family == "Qwen3Moe" else {}
+    theirs = hf_model(family, **SIZES | options).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path)
     model, ids = load(tmp_path, dtype=torch.bfloat16), [5, 9, 77, 9]
     decoder = decoder_of(model)

@@ -1,5 +1,5 @@
-"""All layers of a mixture of experts for one row in one launch: numbers on a Hopper GPU, or of a few programs on a CPU by
-`cuda_on_cpu`; its machine code where NVRTC is installed. What dense decoders share with them: test_persistent_layers.py."""
+"""All layers with mixtures of experts for one row in one launch: as test_persistent_layers.py, which has what dense
+decoders share with them."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_numbers_that_are_not_finite_are_seen(runs: Callable[[int], None], of_ro
 def test_a_program_that_waited_too_long(
     runs: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, program: int
 ) -> None:
-    """It chooses experts by whatever it has, the row is no number, and the next one is right. The last of 66 adds nothing
-    to the residual stream itself."""
+    """It chooses experts by whatever it has, the row is no number, and the next one is right. The last of 66 adds
+    nothing to the residual stream itself."""
     runs(66)
     layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
     kernel, row = make(SMALL, layers), random_row(SMALL, 1, 70, torch.bfloat16, DEVICE)

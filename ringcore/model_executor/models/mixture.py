@@ -10,6 +10,7 @@ import torch
 from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.kernels.mixtures.dense_experts import DenseExperts
 from ringcore.kernels.mixtures.expert_matrices import (
     ExpertMatrices,
     ExpertWeight,
@@ -50,13 +51,20 @@ class Router(WeightedLayer):
         part = WeightPart(f"{checkpoint_name}.weight", shape, 0, 0, spec.num_experts)
         self._declared = Weight(f"{name}.weight", shape, dtype, (part,), Uniform.of_fan_in(hidden_size))
         self._arithmetic = arithmetic
+        self._weight: torch.Tensor
         self._route: Callable[[NormedRows], Routing]
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, RouterForm] | None:
+        """The matrix [num_experts, hidden_size] and how experts are chosen, where any kernel may do it; None: the
+        arithmetic is not the fastest."""
+        return (self._weight, self._form) if self._arithmetic is FASTEST else None
 
     def weights(self) -> list[Weight]:
         return [self._declared]
 
     def bind(self, tensors: Tensors, updatable: bool = False) -> None:
-        weight = tensors.pop(self._declared.name)
+        self._weight = weight = tensors.pop(self._declared.name)
         if ops.has_kernels(weight.device):
             self._route = self._arithmetic.router(weight, self._form)
         else:
@@ -100,6 +108,17 @@ class Experts(WeightedLayer):
         self._scheme = stacked_scheme(names, scheme_of)
         self._matrices: ExpertMatrices
         self._bound: BoundExperts
+
+    @property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Gate and up [num_experts, 2 * intermediate_size, hidden_size], and down [num_experts, hidden_size,
+        intermediate_size], where any kernel may multiply them; None: they are quantized, over ranks, or the arithmetic
+        is not the fastest."""
+        up, down = self._matrices.up, self._matrices.down
+        if self._arithmetic is not FASTEST or self._tp.size > 1 or self.slots is not None:
+            return None
+        are_dense = isinstance(up, DenseExperts) and isinstance(down, DenseExperts)
+        return (up.stored, down.stored) if are_dense and not up.is_transposed and not down.is_transposed else None
 
     @property
     def _own(self) -> Sequence[int]:

@@ -11,11 +11,19 @@ import torch
 from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint.family import Activation
+from ringcore.kernels.mixtures.expert_matrices import RouterForm
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.product import Product
-from ringcore.model_executor.models.decoder_layer import DecoderLayer, GatedMLP, LayerInputs, SelfAttention
+from ringcore.model_executor.models.decoder_layer import (
+    DecoderLayer,
+    GatedMLP,
+    LayerInputs,
+    SelfAttention,
+    Sublayer,
+)
+from ringcore.model_executor.models.mixture import Mixture
 from ringcore.model_executor.residual import Residual
 
 if TYPE_CHECKING:
@@ -26,12 +34,23 @@ __all__ = ["PersistentDecoder"]
 _ALIGNMENT = 16  # bytes, of rows and weights
 
 
+class _Mlp(NamedTuple):
+    """Or a mixture in its place."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    activation: Activation
+    router: torch.Tensor | None = None
+    form: RouterForm | None = None
+
+
 class _Parts(NamedTuple):
     """Of a layer that the kernel may compute."""
 
     attention: Attention
     tensors: PersistentLayer
     head_norm: HeadNorm | None
+    mlp: _Mlp
     kind: tuple[object, ...]  # what all layers have in common
 
 
@@ -50,10 +69,9 @@ class PersistentDecoder:
         found = [one for one in parts if one is not None]
         if not found or len(found) < len(parts) or len({one.kind for one in found}) > 1:
             return None
-        first, mlp = layers[0].self_attention, layers[0].mlp
+        first = layers[0].self_attention
         assert isinstance(first, SelfAttention)
-        assert isinstance(mlp, GatedMLP)
-        kernel = _kernel(layers[0].input_norm.eps, mlp.activation, found)
+        kernel = _kernel(layers[0].input_norm.eps, found)
         if kernel is None:
             return None
         attention = [one.attention for one in found]
@@ -76,46 +94,59 @@ class PersistentDecoder:
 
 
 def _parts_of(layer: DecoderLayer) -> _Parts | None:
-    attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_norm, layer.mlp_norm)
-    if type(layer) is not DecoderLayer or not isinstance(attention, SelfAttention) or not isinstance(mlp, GatedMLP):
+    attention, mlp, norms = layer.self_attention, _mlp_of(layer.mlp), (layer.input_norm, layer.mlp_norm)
+    if type(layer) is not DecoderLayer or not isinstance(attention, SelfAttention) or mlp is None:
         return None
     if attention.qk_norm is not None or attention.sinks is not None or not attention.attention.is_plain:
         return None
     if attention.o_proj.num_ranks > 1 or len({norm.eps for norm in norms}) > 1:
         return None
-    linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-    found = [one for one in (_dense(linear.product) for linear in linears) if one is not None]
+    found = _dense(attention.qkv_proj.product), _dense(attention.o_proj.product)
     gains = [norm.gain for norm in norms if isinstance(norm, RMSNorm)]
-    if len(found) < len(linears) or len(gains) < len(norms) or any(bias is not None for _, bias in found[1:]):
+    if found[0] is None or found[1] is None or len(gains) < len(norms) or found[1][1] is not None:
         return None
     from ringcore.kernels.persistent.persistent_layers import PersistentLayer
 
-    (qkv, bias), (out, _), (gate_up, _), (down, _) = found
+    (qkv, bias), (out, _) = found
     head_norm = attention.head_norm
     head_gains = None if head_norm is None else head_norm.gain
-    tensors = PersistentLayer(gains[0], qkv, bias, head_gains, out, gains[1], gate_up, down)
+    tensors = PersistentLayer(gains[0], qkv, bias, head_gains, out, gains[1], mlp.gate_up, mlp.down, mlp.router)
     epsilons = norms[0].eps, None if head_norm is None else head_norm.eps
     forms = [None if one is None else (one.shape, one.dtype) for one in tensors.tensors]
-    kind = replace(attention.attention, index=0), mlp.activation, attention.rotary, epsilons, *forms
-    return _Parts(attention.attention, tensors, head_norm, kind)
+    kind = replace(attention.attention, index=0), mlp.activation, mlp.form, attention.rotary, epsilons, *forms
+    return _Parts(attention.attention, tensors, head_norm, mlp, kind)
+
+
+def _mlp_of(mlp: Sublayer) -> _Mlp | None:
+    if isinstance(mlp, GatedMLP):
+        gate_up, down = _dense(mlp.gate_up_proj.product), _dense(mlp.down_proj.product)
+        if gate_up is None or down is None or gate_up[1] is not None or down[1] is not None:
+            return None
+        return _Mlp(gate_up[0], down[0], mlp.activation)
+    router, experts = (mlp.router.plain, mlp.experts.dense) if isinstance(mlp, Mixture) else (None, None)
+    if router is None or experts is None:
+        return None
+    weight, form = router
+    return _Mlp(*experts, "silu", weight, form) if form == RouterForm(form.k, form.normalises) else None
 
 
 def _dense(product: Product) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     return product.dense if isinstance(product, KernelProduct) else None
 
 
-def _kernel(eps: float, activation: Activation, layers: Sequence[_Parts]) -> PersistentLayers | None:
+def _kernel(eps: float, layers: Sequence[_Parts]) -> PersistentLayers | None:
     """None: not on this device, or not for these sizes or dtypes."""
-    attention, tensors, head_norm, _ = layers[0]
+    attention, tensors, head_norm, mlp, _ = layers[0]
     device = tensors.qkv.device
     if not ops.has_kernels(device):
         return None
     from ringcore.kernels.persistent.persistent_layers import MAX_LAYERS, PersistentLayers, runs_on
     from ringcore.kernels.persistent.persistent_tiles import DecoderShape, choose_persistent_tiles
 
-    sizes = tensors.qkv.shape[1], tensors.down.shape[1]
+    sizes = tensors.qkv.shape[1], tensors.down.shape[-1]
     heads = attention.num_heads, attention.num_kv_heads, attention.head_size
-    tiles = choose_persistent_tiles(shape := DecoderShape(*sizes, *heads))
+    experts = () if mlp.form is None else (len(tensors.down), mlp.form.k)
+    tiles = choose_persistent_tiles(shape := DecoderShape(*sizes, *heads, *experts))
     of_all = [tensor for one in layers for tensor in one.tensors.tensors if tensor is not None]
     is_16_bit = tensors.qkv.dtype != torch.float32 and len({one.dtype for one in tensors.weights}) == 1
     are_aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in of_all)
@@ -128,5 +159,6 @@ def _kernel(eps: float, activation: Activation, layers: Sequence[_Parts]) -> Per
         eps=eps,
         head_eps=0.0 if head_norm is None else head_norm.eps,
         scale=attention.scale,
-        is_gelu=activation != "silu",
+        is_gelu=mlp.activation != "silu",
+        normalises=mlp.form is not None and mlp.form.normalises,
     )
