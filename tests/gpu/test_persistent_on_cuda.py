@@ -64,7 +64,16 @@ def run(folder: str, **options: Any) -> list[Any]:
 )
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
 def test_log_probabilities_are_those_of_kernels_of_each_layer(monkeypatch, folder_of, family, options, model_impl):
-    folder = folder_of(family, **options)
+    compare(monkeypatch, folder_of(family, **options), model_impl)
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+def test_log_probabilities_of_a_mixture(monkeypatch, folder_of, normalises):
+    options = {"mlp_only_layers": [], "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 4}
+    compare(monkeypatch, folder_of("Qwen3Moe", num_key_value_heads=1, norm_topk_prob=normalises, **options), "native")
+
+
+def compare(monkeypatch, folder: str, model_impl: str) -> None:
     calls: list[int] = []
     call = PersistentLayers.__call__
     monkeypatch.setattr(PersistentLayers, "__call__", lambda self, *given: (calls.append(1), call(self, *given))[1])

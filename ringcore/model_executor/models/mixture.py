@@ -117,8 +117,9 @@ class Experts(WeightedLayer):
         up, down = self._matrices.up, self._matrices.down
         if self._arithmetic is not FASTEST or self._tp.size > 1 or self.slots is not None:
             return None
-        are_dense = isinstance(up, DenseExperts) and isinstance(down, DenseExperts)
-        return (up.stored, down.stored) if are_dense and not up.is_transposed and not down.is_transposed else None
+        if not isinstance(up, DenseExperts) or not isinstance(down, DenseExperts):
+            return None
+        return up.stored, down.stored
 
     @property
     def _own(self) -> Sequence[int]:

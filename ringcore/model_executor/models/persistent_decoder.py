@@ -101,16 +101,15 @@ def _parts_of(layer: DecoderLayer) -> _Parts | None:
         return None
     if attention.o_proj.num_ranks > 1 or len({norm.eps for norm in norms}) > 1:
         return None
-    found = _dense(attention.qkv_proj.product), _dense(attention.o_proj.product)
+    qkv, out = _dense(attention.qkv_proj.product), _dense(attention.o_proj.product)
     gains = [norm.gain for norm in norms if isinstance(norm, RMSNorm)]
-    if found[0] is None or found[1] is None or len(gains) < len(norms) or found[1][1] is not None:
+    if qkv is None or out is None or len(gains) < len(norms) or out[1] is not None:
         return None
     from ringcore.kernels.persistent.persistent_layers import PersistentLayer
 
-    (qkv, bias), (out, _) = found
     head_norm = attention.head_norm
     head_gains = None if head_norm is None else head_norm.gain
-    tensors = PersistentLayer(gains[0], qkv, bias, head_gains, out, gains[1], mlp.gate_up, mlp.down, mlp.router)
+    tensors = PersistentLayer(gains[0], *qkv, head_gains, out[0], gains[1], mlp.gate_up, mlp.down, mlp.router)
     epsilons = norms[0].eps, None if head_norm is None else head_norm.eps
     forms = [None if one is None else (one.shape, one.dtype) for one in tensors.tensors]
     kind = replace(attention.attention, index=0), mlp.activation, mlp.form, attention.rotary, epsilons, *forms
@@ -123,11 +122,10 @@ def _mlp_of(mlp: Sublayer) -> _Mlp | None:
         if gate_up is None or down is None or gate_up[1] is not None or down[1] is not None:
             return None
         return _Mlp(gate_up[0], down[0], mlp.activation)
-    router, experts = (mlp.router.plain, mlp.experts.dense) if isinstance(mlp, Mixture) else (None, None)
-    if router is None or experts is None:
+    if not isinstance(mlp, Mixture) or mlp.router.plain is None or mlp.experts.dense is None:
         return None
-    weight, form = router
-    return _Mlp(*experts, "silu", weight, form) if form == RouterForm(form.k, form.normalises) else None
+    weight, form = mlp.router.plain
+    return _Mlp(*mlp.experts.dense, "silu", weight, form) if form == RouterForm(form.k, form.normalises) else None
 
 
 def _dense(product: Product) -> tuple[torch.Tensor, torch.Tensor | None] | None:
