@@ -25,7 +25,6 @@ from ringcore.distributed.parallel import SingleRank
 from ringcore.kernels.persistent import persistent_layers as kernel_module
 from ringcore.kernels.persistent import persistent_tiles
 from ringcore.model_executor import ops
-from ringcore.model_executor.arithmetic import Arithmetic
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.rotary import KernelRotation
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
@@ -126,10 +125,9 @@ def test_not_of_experts_that_move(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", ["router", "experts"])
-def test_not_of_mixtures_of_another_arithmetic(tmp_path: Path, of: str) -> None:
-    """Batch-invariant, or by a search."""
+def test_not_of_mixtures_that_are_batch_invariant(tmp_path: Path, of: str) -> None:
     model = make(tmp_path, "Qwen3Moe", mlp_only_layers=[])
-    getattr(model.layers[1].mlp, of)._arithmetic = Arithmetic()
+    getattr(model.layers[1].mlp, of)._arithmetic = SimpleNamespace(is_batch_invariant=True)
     assert PersistentDecoder.of(model.layers) is None
 
 

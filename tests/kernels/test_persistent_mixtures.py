@@ -87,7 +87,7 @@ def test_equal_logits(runs: Callable[[int], None], normalises: bool) -> None:
 
 
 def test_one_expert_has_all_weight(runs: Callable[[int], None]) -> None:
-    """Of logits as far apart as 16 bits allow."""
+    """The scores of the others are 0."""
     layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
     router, row = layers[0].router, random_row(SMALL, 1, 30, torch.bfloat16, DEVICE)
     assert router is not None

@@ -10,7 +10,7 @@ struct Mlp {
     static constexpr int SCORES_AT = CHOSEN_AT + 4 * K, CHOICE_AT = SCORES_AT + 4 * K;
     // Of a row of down, which is part of all inputs, a thread has one vector, or none.
     static constexpr int V = INTERMEDIATE <= 2 * THREADS ? 2 : INTERMEDIATE <= 4 * THREADS ? 4 : 8;
-    static_assert(NUM_BARRIERS == 7 && CHOICE_AT + 8 <= SHARED_BYTES && CHOICE_AT % 8 == 0);
+    static_assert((NUM_BARRIERS == 6 || NUM_BARRIERS == 7) && CHOICE_AT + 8 <= SHARED_BYTES && CHOICE_AT % 8 == 0);
     static_assert(NUM_EXPERTS % 4 == 0 && NUM_EXPERTS <= THREADS && K <= NUM_EXPERTS && OF[ROUTER].unit_rows == 1);
     static_assert(INTERMEDIATE % V == 0 && INTERMEDIATE <= V * THREADS);
 
@@ -89,7 +89,7 @@ struct Mlp {
         program.has_row();
         program.sync();
         int rank = 0;
-#pragma unroll
+#pragma unroll 8
         for (int i = 0; i < NUM_EXPERTS; i += 4) {
             const uint4 others = load_16(program.base + KEYS_AT + 4 * i);
             rank += (others.x > key) + (others.y > key) + (others.z > key) + (others.w > key);
@@ -128,8 +128,10 @@ struct Mlp {
         const float factor = normed.factor(program, eps);
         for (int j = threadIdx.x; j < count; j += THREADS)
             program.store(logits + output_of<ROUTER>(j), rounded(sum_of_row(program, j) * factor), tag);
-        program.arrive_at_grid();
-        program.wait_for_grid();
+        if (NUM_BARRIERS == 7) {  // else each program reads the logits until all are there
+            program.arrive_at_grid();
+            program.wait_for_grid();
+        }
         choose(program, logits, tag);
         count = multiply<GATE_UP>(program, ring, normed.x);
         constexpr int UNIT = OF[GATE_UP].unit_rows, HALF = UNIT / 2;

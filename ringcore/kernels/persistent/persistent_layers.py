@@ -53,6 +53,7 @@ MAX_LAYERS = 128
 _HEADERS = NUMBERS, *(_HERE.with_name(f"persistent_{name}.cuh") for name in ("program", "attention", "products"))
 HEADERS = *_HEADERS, _HERE.with_name("persistent_mlp.cuh")
 MIXTURE_HEADERS = *_HEADERS, _HERE.with_name("persistent_experts.cuh")
+MIXTURE_BARRIERS = 7  # over the grid, of a layer; or 6, see `persistent_experts.cuh`
 AHEAD_UNITS = 2  # of a mixture, of the next layer's QKV; see `persistent_experts.cuh`
 NUM_THREADS = 384  # eight warps that multiply, and four of which one loads weights
 
@@ -175,7 +176,7 @@ class PersistentLayers:
         products = ((of.inputs, of.outputs, of.parts, of.slot_rows, of.unit_rows) for of in tiles.products)
         macros = {
             "NUM_PROGRAMS": NUM_SMS,
-            "NUM_BARRIERS": 7 if shape.num_experts else 6,
+            "NUM_BARRIERS": MIXTURE_BARRIERS if shape.num_experts else 6,
             "MAX_LAYERS": MAX_LAYERS,
             "NUM_HEADS": shape.num_heads,
             "NUM_KV_HEADS": shape.num_kv_heads,

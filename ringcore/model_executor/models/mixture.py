@@ -57,8 +57,8 @@ class Router(WeightedLayer):
     @property
     def plain(self) -> tuple[torch.Tensor, RouterForm] | None:
         """The matrix [num_experts, hidden_size] and how experts are chosen, where any kernel may do it; None: the
-        arithmetic is not the fastest."""
-        return (self._weight, self._form) if self._arithmetic is FASTEST else None
+        choice is batch-invariant."""
+        return None if self._arithmetic.is_batch_invariant else (self._weight, self._form)
 
     def weights(self) -> list[Weight]:
         return [self._declared]
@@ -112,10 +112,10 @@ class Experts(WeightedLayer):
     @property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Gate and up [num_experts, 2 * intermediate_size, hidden_size], and down [num_experts, hidden_size,
-        intermediate_size], where any kernel may multiply them; None: they are quantized, over ranks, or the arithmetic
-        is not the fastest."""
+        intermediate_size], where any kernel may multiply them; None: they are quantized, over ranks, or the products
+        batch-invariant."""
         up, down = self._matrices.up, self._matrices.down
-        if self._arithmetic is not FASTEST or self._tp.size > 1 or self.slots is not None:
+        if self._arithmetic.is_batch_invariant or self._tp.size > 1 or self.slots is not None:
             return None
         if not isinstance(up, DenseExperts) or not isinstance(down, DenseExperts):
             return None
