@@ -32,6 +32,7 @@ using std::min;
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Position { u32 x; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
@@ -167,7 +168,7 @@ inline void end_phase(Barrier& barrier) {
 
 inline void init_barrier(u32 barrier, int count) { mine.barriers[barrier] = {count, count, 0, 0}; }
 inline void fence_barriers() {}
-inline void arrive(u32 barrier) { mine.barriers[barrier].pending--; end_phase(mine.barriers[barrier]); }
+inline void arrive(u32 barrier, int count = 1) { mine.barriers[barrier].pending -= count; end_phase(mine.barriers[barrier]); }
 
 inline void arrive_and_expect(u32 barrier, int num_bytes) {
     mine.barriers[barrier].bytes += num_bytes;
@@ -198,8 +199,6 @@ inline void copy_box(u32 to, const TensorMap& map, int a, int b, int c, u32 barr
 inline void copy_bytes(u32 to, const void* from, int num_bytes, u32 barrier, u64) {
     mine.copies.push_back({{}, {}, to, barrier, from, (u32)num_bytes});
 }
-
-inline void prefetch_bytes(const void*, int) {}
 
 inline void land(const Copy& copy) {
     Barrier& barrier = mine.barriers[copy.barrier];
@@ -252,7 +251,7 @@ template <int WIDTH> void load_past_l1(u32* words, const u32* from) {
     memcpy(words, from, 4 * WIDTH);
 }
 
-inline void add_to_counter(u64* counter, u64 number) { *counter += number; }
+inline u64 add_to_counter(u64* counter, u64 number) { return (*counter += number) - number; }
 inline u64 load_counter(const u64* counter) { pause(); return *counter; }
 inline long long clock64() { return CLOCK * clock_reads++; }
 template <int COUNT> void take_registers() {}

@@ -38,8 +38,8 @@ __device__ __forceinline__ void init_barrier(u32 barrier, int count) {
 
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
+__device__ __forceinline__ void arrive(u32 barrier, int count = 1) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 
 __device__ __forceinline__ void arrive_and_expect(u32 barrier, int num_bytes) {
@@ -78,14 +78,11 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int num_byt
                  :: "r"(to), "l"(from), "r"(num_bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
-// To the L2 cache, as above.
-__device__ __forceinline__ void prefetch_bytes(const void* from, int num_bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(num_bytes) : "memory");
-}
-
 // What programs of a launch tell each other: relaxed, so in no order; past the L1 cache.
-__device__ __forceinline__ void add_to_counter(u64* counter, u64 number) {
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(counter), "l"(number) : "memory");
+__device__ __forceinline__ u64 add_to_counter(u64* counter, u64 number) {
+    u64 before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(number) : "memory");
+    return before;
 }
 
 __device__ __forceinline__ u64 load_counter(const u64* counter) {

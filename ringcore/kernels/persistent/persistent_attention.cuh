@@ -1,38 +1,30 @@
 // Attention in persistent_layers.cu.
 //
-// Macros: NUM_PROGRAMS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, MAX_SPLITS, HAS_HEAD_NORM, HEAD_GAIN_TYPE, and TYPE
-// of weights, keys and values.
+// Macros: HAS_HEAD_NORM, HEAD_GAIN_TYPE, and TYPE of weights, keys and values.
 
-constexpr int OUT_SIZE = NUM_HEADS * HEAD_SIZE, KV_SIZE = NUM_KV_HEADS * HEAD_SIZE, QKV_SIZE = OUT_SIZE + 2 * KV_SIZE;
-constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;  // query heads of a KV head
-
-// Attention of one row. A program has a KV head, its query heads, and a split of the context: tiles of TILE tokens, of
-// which a warp has eight at a time. A key or value is spread over LANES lanes of a warp.
+// Attention of one row. Of a tile of the program's split a warp has eight tokens. A key or value is spread over LANES lanes.
 struct Attention {
-    static constexpr int TILE = 8 * NUM_WARPS, LANES = HEAD_SIZE / 8, TOKENS = 32 / LANES, LOADS = 8 / TOKENS;
-    static constexpr int QUERY_AT = SUMS_AT, KEY_AT = QUERY_AT + 4 * GROUP * HEAD_SIZE, WEIGHTS_AT = KEY_AT + 4 * HEAD_SIZE;
+    static constexpr int TILE = Split::TILE, LANES = HEAD_SIZE / 8, TOKENS = 32 / LANES, LOADS = 8 / TOKENS;
+    static constexpr int QUERY_AT = SCRATCH_AT, KEY_AT = QUERY_AT + 4 * GROUP * HEAD_SIZE, WEIGHTS_AT = KEY_AT + 4 * HEAD_SIZE;
     static constexpr int MAXIMA_AT = WEIGHTS_AT + 4 * 8 * NUM_WARPS * GROUP, VALUES_AT = MAXIMA_AT + 8 * NUM_WARPS * GROUP;
-    static_assert(VALUES_AT + 4 * NUM_WARPS * GROUP * HEAD_SIZE <= SUMS_AT + SCRATCH_BYTES && VALUES_AT % 16 == 0);
+    static_assert(VALUES_AT + 4 * NUM_WARPS * GROUP * HEAD_SIZE <= SCRATCH_AT + SCRATCH_BYTES && VALUES_AT % 16 == 0);
     static constexpr int V = HEAD_SIZE / 32;         // numbers of a lane of a head
     static constexpr int HEADS = GROUP < 4 ? GROUP : 4;  // whose scores are computed at once
 
     // Words: the result [OUT_SIZE]; q, k and v [QKV_SIZE]; of each split the result [MAX_SPLITS, OUT_SIZE], and its
     // log-sum-exp, base 2, of a head [MAX_SPLITS, NUM_HEADS].
     u32* const result;
-    const int* const block_table;
     const float scale, eps;
-    const int length, num_tiles;
-    const int num_splits, head, split, first, end;  // the latter two: tiles
+    const Split split;
+    const size_t own_place;           // of this step's key
     uint4 keys[LOADS], values[LOADS];  // of a tile
-    float cos_sin[V], head_gains[V];   // of the lane's numbers; the latter of its warp's head
+    float cos_sin[V];                  // of the lane's numbers of a head
+    u32 head_gains[V];                 // likewise, of its warp's head: 16 or 32 bits
 
     __device__ __forceinline__ Attention(
-        const Program& program, u32* exchanged, const int* seq_len, const int* block_table, const float* angles, float scale,
-        float eps
-    ) : result(exchanged), block_table(block_table), scale(scale * 1.4426950408889634f), eps(eps), length(__ldcg(seq_len)),
-        num_tiles((length + TILE - 1) / TILE), num_splits(min(num_tiles, MAX_SPLITS)), head(blockIdx.x % NUM_KV_HEADS),
-        split(blockIdx.x / NUM_KV_HEADS), first(split < num_splits ? split * num_tiles / num_splits : 0),
-        end(split < num_splits ? (split + 1) * num_tiles / num_splits : 0) {
+        const Program& program, u32* exchanged, const Split& split, const float* angles, float scale, float eps
+    ) : result(exchanged), scale(scale * 1.4426950408889634f), eps(eps), split(split),
+        own_place(split.length ? split.place_of_key(split.page_of(split.length - 1), split.length - 1) : 0) {
 #pragma unroll
         for (int i = 0; i < V; i++) cos_sin[i] = __ldcg(angles + program.lane * V + i);
     }
@@ -46,42 +38,33 @@ struct Attention {
         return tile * TILE + program.warp * 8 + i * TOKENS + program.lane / LANES;
     }
 
-    __device__ __forceinline__ u16* key_of(u16* kv_cache, int token) const {
-        const size_t page = (size_t)__ldcg(block_table + token / BLOCK_SIZE) * (2 * KV_SIZE * BLOCK_SIZE);
-        return kv_cache + page + (head * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_SIZE;
-    }
-
-    __device__ __forceinline__ void load_tile(const Program& program, u16* kv_cache, int tile) {
+    __device__ __forceinline__ void load_tile(const Program& program, const Slots& ring, int tile) {
+        const int in_tile = token_of(program, 0, 0), slot = program.warp * 8 / Split::SLOT_TOKENS;
+        const u32 from = ring.bytes(program, slot) + 2 * (in_tile % Split::SLOT_TOKENS) * HEAD_SIZE + program.lane % LANES * 16;
+        const u32 own = program.base + KEY_AT + program.lane % LANES * 16;
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
             const int token = token_of(program, tile, i);
             keys[i] = values[i] = make_uint4(0, 0, 0, 0);
-            if (token + 1 >= length) continue;  // the last one is written by this step
-            const u16* const key = key_of(kv_cache, token) + program.lane % LANES * 8;
-            keys[i] = __ldcg((const uint4*)key);
-            values[i] = __ldcg((const uint4*)(key + KV_SIZE * BLOCK_SIZE));
+            if (token >= split.length) continue;
+            const bool is_own = token == split.length - 1;
+            const u32 at = is_own ? own : from + 2 * i * TOKENS * HEAD_SIZE;
+            keys[i] = load_16(at);
+            values[i] = load_16(at + (is_own ? 2 * HEAD_SIZE : Split::VALUES_AT));
         }
-    }
-
-    // What does not depend on the query: before it is there.
-    __device__ __forceinline__ void prefetch(const Program& program, u16* kv_cache, const void* gains) {
-        if (first >= end) return;
-        load_tile(program, kv_cache, first);
-        if (HAS_HEAD_NORM) load_head_gains(program, program.warp, gains);
     }
 
     __device__ __forceinline__ void load_head_gains(const Program& program, int which, const void* gains) {
 #pragma unroll
         for (int i = 0; i < V; i++) {
             const int at = (which >= GROUP) * HEAD_SIZE + program.lane * V + i;
-            head_gains[i] = HEAD_GAIN_TYPE == 2 ? __ldcg((const float*)gains + at)
-                                                : low_half(__ldcg((const u16*)gains + at), HEAD_GAIN_TYPE);
+            head_gains[i] = HEAD_GAIN_TYPE == 2 ? __ldcg((const u32*)gains + at) : __ldcg((const u16*)gains + at);
         }
     }
 
     // A head of q, k or v by a warp, normalised and rotated: HEAD_SIZE / 32 numbers of a lane.
     __device__ __forceinline__ void load_head(const Program& program, int which, const void* gains, float* x, u32 tag) {
-        const int at = which < GROUP ? (head * GROUP + which) * HEAD_SIZE
+        const int head = split.head, at = which < GROUP ? (head * GROUP + which) * HEAD_SIZE
                                      : OUT_SIZE + (which - GROUP) * KV_SIZE + head * HEAD_SIZE;
         u32 words[V];
         program.load_until_written([&] { return Program::load<1, V>(words, qkv() + at + program.lane * V, 0, tag); });
@@ -98,7 +81,8 @@ struct Attention {
             const float factor = rsqrtf(square / HEAD_SIZE + eps);
             if (which >= NUM_WARPS) load_head_gains(program, which, gains);
 #pragma unroll
-            for (int i = 0; i < V; i++) x[i] *= factor * head_gains[i];
+            for (int i = 0; i < V; i++)
+                x[i] *= factor * (HEAD_GAIN_TYPE == 2 ? __uint_as_float(head_gains[i]) : low_half(head_gains[i], HEAD_GAIN_TYPE));
         }
 #pragma unroll
         for (int i = 0; i < V; i += 2) {  // pairs are interleaved
@@ -110,7 +94,7 @@ struct Attention {
 
     // q, k and v of this step to shared memory, q in float32; k and v to the KV cache.
     __device__ __forceinline__ void load_heads(const Program& program, u16* kv_cache, const void* gains, u32 tag) {
-        u16* const own_key = end == num_tiles ? key_of(kv_cache, length - 1) : nullptr;
+        u16* const own_key = split.end == split.num_tiles && split.length ? kv_cache + own_place : nullptr;
         for (int which = program.warp; which < GROUP + 2; which += NUM_WARPS) {
             float x[V];
             load_head(program, which, gains, x, tag);
@@ -123,7 +107,7 @@ struct Attention {
                 const int at = program.lane * V + i;
                 const u16 rounded = TYPE == 0 ? to_bfloat16(x[i]) : to_float16(x[i]);
                 ((u16*)(program.shared + KEY_AT))[(which - GROUP) * HEAD_SIZE + at] = rounded;
-                if (own_key) own_key[(which - GROUP) * KV_SIZE * BLOCK_SIZE + at] = rounded;
+                if (own_key) own_key[(which - GROUP) * Split::VALUES + at] = rounded;
             }
         }
         program.sync();
@@ -164,15 +148,16 @@ struct Attention {
 
     // Places that this context leaves unused are written in every layer too: a tag says one time only if none is left out.
     __device__ __forceinline__ void write_unused(const Program& program, u32 tag) const {
-        if (first < end || split >= MAX_SPLITS) return;
+        if (split.index >= MAX_SPLITS) return;
         for (int i = threadIdx.x; i < GROUP * HEAD_SIZE; i += THREADS)
-            program.store(partials() + split * OUT_SIZE + head * GROUP * HEAD_SIZE + i, 0, tag);
-        if (threadIdx.x < GROUP) program.store(sums() + split * NUM_HEADS + head * GROUP + threadIdx.x, 0, tag);
+            program.store(partials() + split.index * OUT_SIZE + split.head * GROUP * HEAD_SIZE + i, 0, tag);
+        if (threadIdx.x < GROUP) program.store(sums() + split.index * NUM_HEADS + split.head * GROUP + threadIdx.x, 0, tag);
     }
 
-    __device__ __forceinline__ void attend(const Program& program, u16* kv_cache, const void* gains, u32 tag) {
-        write_unused(program, tag);
-        if (first >= end) return;
+    __device__ __forceinline__ void attend(const Program& program, Slots& ring, u16* kv_cache, const void* gains, u32 tag) {
+        if (!split.is_live) return write_unused(program, tag);
+        if (HAS_HEAD_NORM) load_head_gains(program, program.warp, gains);
+        program.sync();  // no warp is in the scratch any more
         load_heads(program, kv_cache, gains, tag);
         const int lane = program.lane, from = lane % LANES * 8;
         float maxima[GROUP], totals[GROUP], weighted[GROUP][8];
@@ -188,14 +173,11 @@ struct Attention {
         constexpr int SAME = LANES / LOADS;
         const int own = lane % LANES / SAME;
 #pragma unroll 1
-        for (int tile = first; tile < end; tile++) {
-#pragma unroll
-            for (int i = 0; i < LOADS; i++)
-                if (token_of(program, tile, i) == length - 1) {
-                    keys[i] = load_16(program.base + KEY_AT + 2 * from);
-                    values[i] = load_16(program.base + KEY_AT + 2 * (HEAD_SIZE + from));
-                }
-            const bool is_token = token_of(program, tile, own) < length;
+        for (int tile = split.first; tile < split.end; tile++) {
+            wait_for_slots<Split::TILE_SLOTS>(program, ring);
+            load_tile(program, ring, tile);
+            leave_slots<Split::TILE_SLOTS>(program, ring);
+            const bool is_token = token_of(program, tile, own) < split.length;
 #pragma unroll
             for (int from_head = 0; from_head < GROUP; from_head += HEADS) {
                 float scores[HEADS][LOADS];
@@ -229,7 +211,6 @@ struct Attention {
                 }
             }
             __syncwarp();
-            if (tile + 1 < end) load_tile(program, kv_cache, tile + 1);
         }
         merge_warps(program, maxima, totals, weighted, tag);
     }
@@ -269,8 +250,8 @@ struct Attention {
                 total += of_warps[2 * (j * GROUP + g) + 1] * factor;
                 value += values[j * GROUP * HEAD_SIZE + i] * factor;
             }
-            program.store(partials() + split * OUT_SIZE + head * GROUP * HEAD_SIZE + i, value / total, tag);
-            if (i % HEAD_SIZE == 0) program.store(sums() + split * NUM_HEADS + head * GROUP + g, maximum + log2f(total), tag);
+            program.store(partials() + split.index * OUT_SIZE + split.head * GROUP * HEAD_SIZE + i, total > 0 ? __fdividef(value, total) : 0, tag);
+            if (i % HEAD_SIZE == 0) program.store(sums() + split.index * NUM_HEADS + split.head * GROUP + g, total > 0 ? maximum + log2f(total) : -1e30f, tag);
         }
     }
 
@@ -280,20 +261,29 @@ struct Attention {
         if (i >= OUT_SIZE) return;
         u32 words[MAX_SPLITS], of_splits[MAX_SPLITS];
         program.load_until_written([&] {
-            return Program::load<MAX_SPLITS, 1>(words, partials() + i, OUT_SIZE, tag)
-                 | Program::load<MAX_SPLITS, 1>(of_splits, sums() + i / HEAD_SIZE, NUM_HEADS, tag);
+            u32 differs = 0;
+#pragma unroll
+            for (int s = 0; s < MAX_SPLITS; s++) {
+                if (s >= split.num_splits) break;
+                load_past_l1<1>(words + s, partials() + s * OUT_SIZE + i);
+                load_past_l1<1>(of_splits + s, sums() + s * NUM_HEADS + i / HEAD_SIZE);
+            }
+#pragma unroll
+            for (int s = 0; s < MAX_SPLITS; s++)
+                if (s < split.num_splits) differs |= (words[s] ^ tag) | (of_splits[s] ^ tag);
+            return differs;
         });
         float maximum = -1e30f, total = 0, value = 0;
 #pragma unroll
         for (int s = 0; s < MAX_SPLITS; s++)
-            if (s < num_splits) maximum = fmaxf(maximum, number_of(of_splits[s]));
+            if (s < split.num_splits) maximum = fmaxf(maximum, number_of(of_splits[s]));
 #pragma unroll
         for (int s = 0; s < MAX_SPLITS; s++)
-            if (s < num_splits) {
+            if (s < split.num_splits) {
                 const float weight = exp2f(number_of(of_splits[s]) - maximum);
                 total += weight;
                 value = fmaf(weight, number_of(words[s]), value);
             }
-        program.store(result + i, num_splits ? __fdividef(value, total) : 0, tag);
+        program.store(result + i, __fdividef(value, total), tag);
     }
 };

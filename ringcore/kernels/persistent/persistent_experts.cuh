@@ -1,6 +1,6 @@
 // A mixture of experts in the place of the MLP in persistent_layers.cu.
 //
-// Macros: NORMALISES (the weights of the chosen experts sum to 1), AHEAD_UNITS, IS_GELU and SHARED_BYTES.
+// Macros: NORMALISES (the weights of the chosen experts sum to 1), IS_GELU and SHARED_BYTES.
 
 struct Mlp {
     static constexpr int NUM_EXPERTS = OF[ROUTER].outputs, K = OF[DOWN].parts, INTERMEDIATE = GATED / K;
@@ -10,22 +10,16 @@ struct Mlp {
     static constexpr int SCORES_AT = CHOSEN_AT + 4 * K, CHOICE_AT = SCORES_AT + 4 * K;
     // Of a row of down, which is part of all inputs, a thread has one vector, or none.
     static constexpr int V = INTERMEDIATE <= 2 * THREADS ? 2 : INTERMEDIATE <= 4 * THREADS ? 4 : 8;
-    static_assert((NUM_BARRIERS == 6 || NUM_BARRIERS == 7) && CHOICE_AT + 8 <= SHARED_BYTES && CHOICE_AT % 8 == 0);
+    static_assert(NUM_BARRIERS == 5 && CHOICE_AT + 8 <= SHARED_BYTES && CHOICE_AT % 8 == 0);
     static_assert(NUM_EXPERTS % 4 == 0 && NUM_EXPERTS <= THREADS && K <= NUM_EXPERTS && OF[ROUTER].unit_rows == 1);
     static_assert(INTERMEDIATE % V == 0 && INTERMEDIATE <= V * THREADS);
 
     static __device__ __forceinline__ void init_barriers(const Program& program) { init_barrier(program.base + CHOICE_AT, K); }
 
-    // The experts' are copied once they are chosen. Until then memory would be idle: it gets units of the next layer's
-    // first product to the L2 cache.
+    // The experts' are copied once they are chosen.
     static __device__ __forceinline__ void copy_weights(Producer& producer, const Layers& layers, int index, int num_layers) {
         const Layer& layer = layers.at[index];
-        producer.copy_weights<ROUTER>(layer.weights[ROUTER]);
-        constexpr int SIZE = OF[QKV].unit_rows * HIDDEN;
-        const int ahead = index + 1 < num_layers ? first_unit<QKV>() + AHEAD_UNITS * NUM_PROGRAMS : 0;
-#pragma unroll 1
-        for (int unit = first_unit<QKV>(); unit < min(ahead, OF[QKV].units()); unit += NUM_PROGRAMS)
-            prefetch_bytes(layers.at[index + 1].weights[QKV] + (size_t)unit * SIZE, 2 * SIZE);
+        copy_product<ROUTER>(producer, layer.weights[ROUTER]);
         wait_for(producer.base + CHOICE_AT, index & 1);
         copy_gate_up(producer, layer.weights[GATE_UP]);
         copy_down(producer, layer.weights[DOWN]);
@@ -43,7 +37,7 @@ struct Mlp {
             const size_t first = chosen(producer.base, unit / UNITS) * 2 * INTERMEDIATE + unit % UNITS * HALF;
 #pragma unroll 1
             for (int i = 0; i < UNIT; i += ROWS)
-                producer.copy(weights + (first + (i < HALF ? i : INTERMEDIATE + i - HALF)) * HIDDEN, 2 * ROWS * HIDDEN);
+                producer.copy_slot(weights + (first + (i < HALF ? i : INTERMEDIATE + i - HALF)) * HIDDEN, 2 * ROWS * HIDDEN);
         }
     }
 
@@ -57,7 +51,7 @@ struct Mlp {
 #pragma unroll 1
                 for (int rank = 0; rank < K; rank++) {
                     const size_t row = chosen(producer.base, rank) * HIDDEN + unit * UNIT + i;
-                    producer.copy(weights + row * INTERMEDIATE, 2 * ROWS * INTERMEDIATE);
+                    producer.copy_slot(weights + row * INTERMEDIATE, 2 * ROWS * INTERMEDIATE);
                 }
     }
 
@@ -124,22 +118,18 @@ struct Mlp {
         Program& program, Slots& ring, const Normed& normed, u32* gated, u32 tag, float eps
     ) {
         u32* const logits = gated + GATED;
-        int count = multiply<ROUTER>(program, ring, normed.x);
+        multiply<ROUTER>(program, ring, normed.x);
         const float factor = normed.factor(program, eps);
-        for (int j = threadIdx.x; j < count; j += THREADS)
+        for (int j = threadIdx.x; j < num_units<ROUTER>(); j += THREADS)
             program.store(logits + output_of<ROUTER>(j), rounded(sum_of_row(program, j) * factor), tag);
-        if (NUM_BARRIERS == 7) {  // else each program reads the logits until all are there
-            program.arrive_at_grid();
-            program.wait_for_grid();
-        }
+        program.arrive_at_grid();
+        program.wait_for_grid();
         choose(program, logits, tag);
-        count = multiply<GATE_UP>(program, ring, normed.x);
-        constexpr int UNIT = OF[GATE_UP].unit_rows, HALF = UNIT / 2;
-        for (int j = threadIdx.x; j < count * HALF; j += THREADS) {
-            const int row = j / HALF * UNIT + j % HALF, output = output_of<GATE_UP>(j);
-            const float value = activated<IS_GELU>(sum_of_row(program, row) * factor) * (sum_of_row(program, row + HALF) * factor);
+        multiply_normed<GATE_UP>(program, ring, normed, [&](int row, float gate, float up) {
+            const int output = output_of<GATE_UP>(row);
+            const float value = activated<IS_GELU>(gate * factor) * (up * factor);
             program.store(gated + output, value * weight_of(program, output / INTERMEDIATE), tag);
-        }
+        });
     }
 
     // The program's units of down, to shared memory, as `multiply` does.
@@ -159,7 +149,7 @@ struct Mlp {
         const Program& program, Slots& ring, const float* x, bool has_inputs
     ) {
         constexpr int ROWS = OF[DOWN].slot_rows, UNIT = OF[DOWN].unit_rows;
-        float* const sums = (float*)(program.shared + SUMS_AT);
+        float* const sums = (float*)(program.shared + SCRATCH_AT);
         int at = 0;
 #pragma unroll 1
         for (int unit = first_unit<DOWN>(); unit < OF[DOWN].units(); unit += NUM_PROGRAMS, at += UNIT) {
@@ -168,23 +158,15 @@ struct Mlp {
             for (int i = 0; i < UNIT; i += ROWS)
 #pragma unroll
                 for (int rank = 0; rank < K; rank++) {
-                    const u32 full = program.base + BARRIERS_AT + 8 * ring.slot;
-                    wait_for(full, ring.parity);
+                    wait_for_slots<1>(program, ring);
                     u32 pairs[ROWS][V / 2] = {};
                     if (has_inputs)
 #pragma unroll
                         for (int r = 0; r < ROWS; r++)
-                            load_weights<V>(pairs[r], program.base + ring.slot * SLOT_BYTES + 2 * r * INTERMEDIATE);
+                            load_weights<V>(pairs[r], ring.bytes(program) + 2 * r * INTERMEDIATE);
 #pragma unroll
-                    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-                        for (int j = 0; j < V / 2; j++) {
-                            of_rows[i + r] = fmaf(low_half(pairs[r][j], TYPE), x[rank * V + 2 * j], of_rows[i + r]);
-                            of_rows[i + r] = fmaf(high_half(pairs[r][j], TYPE), x[rank * V + 2 * j + 1], of_rows[i + r]);
-                        }
-                    __syncwarp();
-                    if (program.lane == 0) arrive(full + 8 * NUM_SLOTS);
-                    if (++ring.slot == NUM_SLOTS) { ring.slot = 0; ring.parity ^= 1; }
+                    for (int r = 0; r < ROWS; r++) add_product<V>(of_rows[i + r], pairs[r], x + rank * V);
+                    leave_slots<1>(program, ring);
                 }
             const float sum = sum_over_lanes<UNIT>(of_rows, program.lane);
             constexpr int SAME = 32 / UNIT;  // lanes that have the same sum

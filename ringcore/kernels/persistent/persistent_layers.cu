@@ -20,10 +20,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         give_registers<40>();
         if (threadIdx.x != THREADS) return;
         Producer producer{program.base};
+        Split::Pages pages;
 #pragma unroll 1
         for (int i = 0; i < num_layers; i++) {
-            producer.copy_weights<QKV>(layers.at[i].weights[QKV]);
-            producer.copy_weights<OUT>(layers.at[i].weights[OUT]);
+            copy_product<QKV>(producer, layers.at[i].weights[QKV]);
+            if (i == 0) wait_for_dependencies();
+            Split(seq_len, block_table).copy_tiles(producer, layers.at[i].kv_cache, pages);
+            copy_product<OUT>(producer, layers.at[i].weights[OUT]);
             Mlp::copy_weights(producer, layers, i, num_layers);
         }
         return;
@@ -37,54 +40,47 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
     normed.load_gains(layers.at[0].gains[0]);
     wait_for_dependencies();
     program.begin();
-    Attention attention(program, attended, seq_len, block_table, cos_sin, scale, head_eps);
+    Attention attention(program, attended, Split(seq_len, block_table), cos_sin, scale, head_eps);
     const int thread = threadIdx.x, own = output_of<DOWN>(thread);  // its number of the residual stream
-    const int num_own = (OF[DOWN].units() + NUM_PROGRAMS - 1 - (int)blockIdx.x) / NUM_PROGRAMS * OF[DOWN].unit_rows;
-    float residual = thread < num_own ? __ldcg(hidden + own) : 0;
+    const bool has_own = thread < num_units<DOWN>() * OF[DOWN].unit_rows;
+    float residual = has_own ? __ldcg(hidden + own) : 0;
 #pragma unroll 1
     for (int i = 0; i < num_layers; i++) {
         const Layer& layer = layers.at[i];
         const u32 tag = program.layer_tag();
         normed.load(program, i ? stream : (const u32*)hidden, 2 * tag - 1, i > 0);
-        program.has_row();
-        const int count = multiply<QKV>(program, ring, normed.x);
-        const float factor = normed.factor(program, eps);
-        for (int j = thread; j < count * OF[QKV].unit_rows; j += THREADS) {
-            float value = sum_of_row(program, j) * factor;
-            if (HAS_BIAS) value += low_half(layer.bias[output_of<QKV>(j)], TYPE);
-            program.store(attention.qkv() + output_of<QKV>(j), value, tag);
-        }
-        program.arrive_at_grid();
-        attention.prefetch(program, layer.kv_cache, layer.head_gains);
-        program.wait_for_grid();
-        attention.attend(program, layer.kv_cache, layer.head_gains, tag);
-        program.arrive_at_grid();
+        multiply_normed<QKV>(program, ring, normed, [&](int row, float value, float) {
+            value *= normed.factor(program, eps);
+            if (HAS_BIAS) value += low_half(layer.bias[output_of<QKV>(row)], TYPE);
+            program.store(attention.qkv() + output_of<QKV>(row), value, tag);
+        });
+        program.waits_for_row();
         normed.load_gains(layer.gains[1]);
-        program.wait_for_grid();
+        // Programs that have no split of a head need not wait: those that have one, and merge them, read until words are there.
+        attention.attend(program, ring, layer.kv_cache, layer.head_gains, tag);
         attention.combine(program, tag);
         program.arrive_at_grid();
         program.wait_for_grid();
         multiply_words<OUT>(program, ring, attended, tag);
-        if (thread < num_own) {
+        if (has_own) {
             residual += sum_of_row(program, thread);
             program.store(stream + own, residual, 2 * tag);
         }
         program.arrive_at_grid();
         program.wait_for_grid();
         normed.load(program, stream, 2 * tag, true);
-        program.has_row();
         Mlp::gate(program, ring, normed, gated, tag, eps);
         program.arrive_at_grid();
         if (i + 1 < num_layers) normed.load_gains(layers.at[i + 1].gains[0]);
         else launch_dependents();
         program.wait_for_grid();
         Mlp::multiply_gated(program, ring, gated, tag);
-        if (thread < num_own) {
+        if (has_own) {
             residual += sum_of_row(program, thread);
             if (i + 1 < num_layers) program.store(stream + own, residual, 2 * tag + 1);
         }
         program.arrive_at_grid();
         if (i + 1 < num_layers) program.wait_for_grid();
     }
-    if (thread < num_own) hidden[own] = program.is_late() ? __uint_as_float(NOT_A_NUMBER) : residual;
+    if (has_own) hidden[own] = program.is_late() ? __uint_as_float(NOT_A_NUMBER) : residual;
 }

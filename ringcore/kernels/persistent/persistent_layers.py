@@ -50,11 +50,9 @@ __all__ = [
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HERE = Path(__file__)
 MAX_LAYERS = 128
-_HEADERS = NUMBERS, *(_HERE.with_name(f"persistent_{name}.cuh") for name in ("program", "attention", "products"))
+_HEADERS = NUMBERS, *(_HERE.with_name(f"persistent_{name}.cuh") for name in ("program", "ring", "split", "attention", "products"))
 HEADERS = *_HEADERS, _HERE.with_name("persistent_mlp.cuh")
 MIXTURE_HEADERS = *_HEADERS, _HERE.with_name("persistent_experts.cuh")
-MIXTURE_BARRIERS = 7  # over the grid, of a layer; or 6, see `persistent_experts.cuh`
-AHEAD_UNITS = 2  # of a mixture, of the next layer's QKV; see `persistent_experts.cuh`
 NUM_THREADS = 384  # eight warps that multiply, and four of which one loads weights
 
 
@@ -176,7 +174,7 @@ class PersistentLayers:
         products = ((of.inputs, of.outputs, of.parts, of.slot_rows, of.unit_rows) for of in tiles.products)
         macros = {
             "NUM_PROGRAMS": NUM_SMS,
-            "NUM_BARRIERS": MIXTURE_BARRIERS if shape.num_experts else 6,
+            "NUM_BARRIERS": 5 if shape.num_experts else 4,
             "MAX_LAYERS": MAX_LAYERS,
             "NUM_HEADS": shape.num_heads,
             "NUM_KV_HEADS": shape.num_kv_heads,
@@ -196,9 +194,10 @@ class PersistentLayers:
             "HAS_HEAD_NORM": int(first.head_gains is not None),
             "HAS_BIAS": int(first.bias is not None),
             "IS_GELU": int(self._is_gelu),
+            "IS_BY_WARPS": int(tiles.is_small),
         }
         if shape.num_experts:
-            macros |= {"NORMALISES": int(self._normalises), "AHEAD_UNITS": AHEAD_UNITS}
+            macros["NORMALISES"] = int(self._normalises)
         return json.dumps({"macros": macros, "shared_bytes": tiles.shared_bytes})
 
 

@@ -1,7 +1,7 @@
 // Products of the row with weights in persistent_layers.cu.
 //
-// Macros: those of persistent_program.cuh and persistent_attention.cuh, and MAX_LAYERS, PRODUCTS, WINDOW, EARLY_WINDOW and
-// GAIN_TYPE. GAIN_TYPE: 0 bfloat16, 1 float16, 2 float32.
+// Macros: those of persistent_program.cuh and persistent_attention.cuh, and MAX_LAYERS, PRODUCTS, GAIN_TYPE and IS_BY_WARPS
+// (see `multiply_by_warps`). GAIN_TYPE: 0 bfloat16, 1 float16, 2 float32.
 
 // A product of a layer. A slot of the ring has rows of the weight, or one of equal parts of a row; a program sums up a
 // unit of rows at once, and has the same rows of both products that add to the residual stream.
@@ -12,8 +12,10 @@ struct Product {
 };
 
 constexpr Product OF[] = {PRODUCTS};
+constexpr int MOST_PAIRS = IS_BY_WARPS ? 64 : 1;  // registers of weights that are loaded at once
 constexpr int QKV = 0, OUT = 1, GATE_UP = 2, DOWN = 3, ROUTER = 4;  // but for the last one, in their order
 constexpr int HIDDEN = OF[QKV].inputs, GATED = OF[DOWN].inputs;
+static_assert(!IS_BY_WARPS || 4 * HIDDEN <= SCRATCH_BYTES);
 static_assert(OF[QKV].outputs == QKV_SIZE && OF[OUT].inputs == OUT_SIZE && OF[OUT].unit_rows == OF[DOWN].unit_rows);
 
 // The first unit of a program; the others are NUM_PROGRAMS apart. Programs with one more of the products that add to the
@@ -33,94 +35,84 @@ struct Layer {
 
 struct Layers { Layer at[MAX_LAYERS]; };
 
-// The producer: one thread, which fills the ring of slots with the weights of all products of all layers in their order.
-// It does not wait for the row, so the next product's weights land while programs wait for each other. At most WINDOW
-// slots are on their way, and EARLY_WINDOW while this program waits: more delay what programs tell each other.
-struct Producer {
-    u32 base, parity = 1, landing_parity = 0;
-    u64 policy = read_once();
-    int slot = 0, landing = 0, num_issued = 0, num_landed = 0;
-
-    __device__ __forceinline__ void copy(const u16* from, int num_bytes) {
-        const u32 full = base + BARRIERS_AT, empty = full + 8 * NUM_SLOTS;
-        if (num_issued >= NUM_SLOTS) wait_for(empty + 8 * slot, parity);
-        const int window = load_4(base + IS_WAITING_AT) ? EARLY_WINDOW : WINDOW;
-        for (; num_issued - num_landed >= window; num_landed++) {
-            wait_for(full + 8 * landing, landing_parity);
-            if (++landing == NUM_SLOTS) { landing = 0; landing_parity ^= 1; }
+template <int PRODUCT> __device__ __forceinline__ void copy_product(Producer& producer, const u16* weights) {
+    constexpr int INPUTS = OF[PRODUCT].inputs, PARTS = OF[PRODUCT].parts, ROWS = OF[PRODUCT].slot_rows;
+    constexpr int UNIT = OF[PRODUCT].unit_rows, HALF = UNIT / 2;
+#pragma unroll 1
+    for (int unit = first_unit<PRODUCT>(); unit < OF[PRODUCT].units(); unit += NUM_PROGRAMS)
+#pragma unroll 1
+        for (int i = 0; i < UNIT; i += ROWS) {
+            int row = unit * UNIT + i;
+            if (PRODUCT == GATE_UP) row = unit * HALF + (i < HALF ? i : GATED + i - HALF);
+#pragma unroll 1
+            for (int part = 0; part < PARTS; part++)
+                producer.copy_slot(weights + (size_t)row * INPUTS + part * (INPUTS / PARTS), 2 * ROWS * (INPUTS / PARTS));
         }
-        arrive_and_expect(full + 8 * slot, num_bytes);
-        copy_bytes(base + slot * SLOT_BYTES, from, num_bytes, full + 8 * slot, policy);
-        num_issued++;
-        if (++slot == NUM_SLOTS) { slot = 0; parity ^= 1; }
-    }
+}
 
-    template <int PRODUCT> __device__ __forceinline__ void copy_weights(const u16* weights) {
-        constexpr int INPUTS = OF[PRODUCT].inputs, PARTS = OF[PRODUCT].parts, ROWS = OF[PRODUCT].slot_rows;
-        constexpr int UNIT = OF[PRODUCT].unit_rows, HALF = UNIT / 2;
-#pragma unroll 1
-        for (int unit = first_unit<PRODUCT>(); unit < OF[PRODUCT].units(); unit += NUM_PROGRAMS)
-#pragma unroll 1
-            for (int i = 0; i < UNIT; i += ROWS) {
-                int row = unit * UNIT + i;
-                if (PRODUCT == GATE_UP) row = unit * HALF + (i < HALF ? i : GATED + i - HALF);
-#pragma unroll 1
-                for (int part = 0; part < PARTS; part++)
-                    copy(weights + (size_t)row * INPUTS + part * (INPUTS / PARTS), 2 * ROWS * (INPUTS / PARTS));
-            }
-    }
-};
-
-template <int V> __device__ __forceinline__ void load_weights(u32* pairs, u32 at) {
+// Bytes of shared memory to pairs of numbers: VECTOR numbers of each of COUNT vectors, `stride` bytes apart.
+template <int COUNT, int VECTOR> __device__ __forceinline__ void load_pairs(u32* pairs, u32 from, int stride) {
 #pragma unroll
-    for (int i = 0; i < V / VECTOR<V>; i++) {
-        const u32 from = at + (i * THREADS + threadIdx.x) * 2 * VECTOR<V>;
-        u32* const to = pairs + i * VECTOR<V> / 2;
-        if (VECTOR<V> == 8) { const uint4 found = load_16(from); to[0] = found.x; to[1] = found.y; to[2] = found.z; to[3] = found.w; }
-        else if (VECTOR<V> == 4) { const uint2 found = load_8(from); to[0] = found.x; to[1] = found.y; }
+    for (int i = 0; i < COUNT; i++, from += stride) {
+        u32* const to = pairs + i * VECTOR / 2;
+        if (VECTOR == 8) { const uint4 found = load_16(from); to[0] = found.x; to[1] = found.y; to[2] = found.z; to[3] = found.w; }
+        else if (VECTOR == 4) { const uint2 found = load_8(from); to[0] = found.x; to[1] = found.y; }
         else to[0] = load_4(from);
     }
 }
 
-struct Slots { int slot = 0; u32 parity = 0; };  // where the consumers are in the ring
+template <int V> __device__ __forceinline__ void load_weights(u32* pairs, u32 at) {
+    load_pairs<V / VECTOR<V>, VECTOR<V>>(pairs, at + threadIdx.x * 2 * VECTOR<V>, THREADS * 2 * VECTOR<V>);
+}
 
-// The program's units of a product times x, a thread's inputs, to shared memory. Returns how many they are.
-template <int PRODUCT> __device__ __forceinline__ int multiply(const Program& program, Slots& ring, const float* x) {
+// sum += pairs of weights times COUNT inputs.
+template <int COUNT> __device__ __forceinline__ void add_product(float& sum, const u32* pairs, const float* x) {
+#pragma unroll
+    for (int j = 0; j < COUNT / 2; j++) {
+        sum = fmaf(low_half(pairs[j], TYPE), x[2 * j], sum);
+        sum = fmaf(high_half(pairs[j], TYPE), x[2 * j + 1], sum);
+    }
+}
+
+template <int PRODUCT> __device__ __forceinline__ int num_units() {
+    return (OF[PRODUCT].units() - first_unit<PRODUCT>() + NUM_PROGRAMS - 1) / NUM_PROGRAMS;
+}
+
+// How many of COUNT, a power of 2, are loaded before the first is multiplied, if each takes this many registers.
+__host__ __device__ constexpr int at_once(int count, int registers) {
+    while (count > 1 && count * registers > MOST_PAIRS) count /= 2;
+    return count;
+}
+
+// The program's units of a product times x, a thread's inputs, to shared memory: every warp has a part of each row.
+template <int PRODUCT> __device__ __forceinline__ void multiply(const Program& program, Slots& ring, const float* x) {
     constexpr int INPUTS = OF[PRODUCT].inputs, PARTS = OF[PRODUCT].parts, ROWS = OF[PRODUCT].slot_rows;
     constexpr int UNIT = OF[PRODUCT].unit_rows, V = INPUTS / PARTS / THREADS;
-    float* const sums = (float*)(program.shared + SUMS_AT);
-    int count = 0;
+    constexpr int SLOTS = UNIT / ROWS * PARTS, AT_ONCE = at_once(SLOTS, ROWS * V / 2);
+    float* const sums = (float*)(program.shared + SCRATCH_AT);
 #pragma unroll 1
-    for (int unit = first_unit<PRODUCT>(); unit < OF[PRODUCT].units(); unit += NUM_PROGRAMS, count++) {
-        float of_rows[UNIT];
+    for (int count = 0; count < num_units<PRODUCT>(); count++) {
+        float of_rows[UNIT] = {};
 #pragma unroll
-        for (int i = 0; i < UNIT; i++) of_rows[i] = 0;
+        for (int i = 0; i < SLOTS; i += AT_ONCE) {
+            u32 pairs[AT_ONCE][ROWS][V / 2];
+            wait_for_slots<AT_ONCE>(program, ring);
 #pragma unroll
-        for (int i = 0; i < UNIT; i += ROWS)
+            for (int s = 0; s < AT_ONCE; s++)
 #pragma unroll
-            for (int part = 0; part < PARTS; part++) {
-                const u32 full = program.base + BARRIERS_AT + 8 * ring.slot;
-                wait_for(full, ring.parity);
-                u32 pairs[ROWS][V / 2];
+                for (int r = 0; r < ROWS; r++) load_weights<V>(pairs[s][r], ring.bytes(program, s) + 2 * r * INPUTS);
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) load_weights<V>(pairs[r], program.base + ring.slot * SLOT_BYTES + 2 * r * INPUTS);
+            for (int s = 0; s < AT_ONCE; s++)
 #pragma unroll
                 for (int r = 0; r < ROWS; r++)
-#pragma unroll
-                    for (int j = 0; j < V / 2; j++) {
-                        of_rows[i + r] = fmaf(low_half(pairs[r][j], TYPE), x[part * V + 2 * j], of_rows[i + r]);
-                        of_rows[i + r] = fmaf(high_half(pairs[r][j], TYPE), x[part * V + 2 * j + 1], of_rows[i + r]);
-                    }
-                __syncwarp();
-                if (program.lane == 0) arrive(full + 8 * NUM_SLOTS);
-                if (++ring.slot == NUM_SLOTS) { ring.slot = 0; ring.parity ^= 1; }
-            }
+                    add_product<V>(of_rows[(i + s) / PARTS * ROWS + r], pairs[s][r], x + (i + s) % PARTS * V);
+            leave_slots<AT_ONCE>(program, ring);
+        }
         const float sum = sum_over_lanes<UNIT>(of_rows, program.lane);
         constexpr int SAME = 32 / UNIT;  // lanes that have the same sum
         if (program.lane % SAME == 0) sums[(count * UNIT + program.lane / SAME) * NUM_WARPS + program.warp] = sum;
     }
     program.sync();
-    return count;
 }
 
 // Of a row of words.
@@ -143,7 +135,7 @@ template <int PRODUCT> __device__ __forceinline__ void multiply_words(
 }
 
 __device__ __forceinline__ float sum_of_row(const Program& program, int row) {
-    const float4* const sums = (const float4*)(program.shared + SUMS_AT) + 2 * row;
+    const float4* const sums = (const float4*)(program.shared + SCRATCH_AT) + 2 * row;
     const float4 a = sums[0], b = sums[1];
     return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
 }
@@ -154,10 +146,42 @@ template <int PRODUCT> __device__ __forceinline__ int output_of(int i) {
     return (first_unit<PRODUCT>() + i / UNIT * NUM_PROGRAMS) * UNIT + i % UNIT;
 }
 
+// The same where each warp has whole rows, a thread its lane's inputs of each: of few inputs, so that a row takes one wait
+// and one sum over lanes. Units have a row of each warp, or two: of gate, and of up.
+template <int PRODUCT, class Store> __device__ __forceinline__ void multiply_by_warps(
+    const Program& program, Slots& ring, const float* x, Store store
+) {
+    constexpr int INPUTS = OF[PRODUCT].inputs, ROWS = OF[PRODUCT].slot_rows, V = INPUTS / 32;
+    constexpr int OWN = OF[PRODUCT].unit_rows / NUM_WARPS, SLOTS = OF[PRODUCT].unit_rows / ROWS;
+    constexpr int AT_ONCE = at_once(4 / OWN, OWN * V / 2);  // units
+    static_assert(OF[PRODUCT].parts == 1 && NUM_WARPS % ROWS == 0 && V % 8 == 0 && SLOTS * AT_ONCE <= NUM_SLOTS);
+    const int units = num_units<PRODUCT>();
+#pragma unroll 1
+    for (int first = 0; first < units; first += AT_ONCE) {
+        const int count = min(AT_ONCE, units - first) * SLOTS;
+        wait_for_slots<AT_ONCE * SLOTS>(program, ring, count);
+        float of_rows[AT_ONCE * OWN] = {};
+#pragma unroll
+        for (int i = 0; i < AT_ONCE * OWN; i++) {
+            if (i / OWN * SLOTS >= count) break;
+            const u32 from = ring.bytes(program, (i * NUM_WARPS + program.warp) / ROWS);
+            u32 pairs[V / 2];
+            load_pairs<V / 8, 8>(pairs, from + 2 * (program.warp % ROWS) * INPUTS + 16 * program.lane, 16 * 32);
+            add_product<V>(of_rows[i], pairs, x);
+        }
+        leave_slots<AT_ONCE * SLOTS>(program, ring, count);
+        const float sum = sum_over_lanes<AT_ONCE * OWN>(of_rows, program.lane);
+        constexpr int SAME = 32 / (AT_ONCE * OWN);  // lanes that have the same sum
+        const float up = OWN > 1 ? __shfl_xor_sync(~0u, sum, SAME) : 0;
+        const int unit = first + program.lane / (SAME * OWN);
+        if (program.lane % (SAME * OWN) == 0 && unit < units) store(unit * NUM_WARPS + program.warp, sum, up);
+    }
+}
+
 // The residual stream before a norm: a thread's inputs times their gains. The norm's factor is for the product's end.
 struct Normed {
     static constexpr int V = HIDDEN / THREADS;
-    float x[V];
+    float x[IS_BY_WARPS ? HIDDEN / 32 : V];  // a warp's, or the program's
     u32 gains[V];  // pairs of 16 bits, or numbers of 32
 
     __device__ __forceinline__ void load_gains(const void* gain) {
@@ -172,20 +196,49 @@ struct Normed {
     }
 
     // stream: words of this tag; or float32, before the first layer.
-    __device__ __forceinline__ void load(Program& program, const u32* stream, u32 tag, bool are_words) {
+    __device__ __forceinline__ void load(const Program& program, const u32* stream, u32 tag, bool are_words) {
         u32 words[V];
         program.load_until_written([&] { return Program::load_inputs<V>(words, stream, tag) & -(u32)are_words; });
-        float square = 0;
+        program.has_row();
+        float square = 0, numbers[V];
 #pragma unroll
         for (int j = 0; j < V; j++) {
-            x[j] = number_of(words[j]);
-            square += x[j] * x[j];
-            x[j] *= GAIN_TYPE == 2 ? __uint_as_float(gains[j])
-                                   : j & 1 ? high_half(gains[j / 2], GAIN_TYPE) : low_half(gains[j / 2], GAIN_TYPE);
+            const float number = number_of(words[j]);
+            square += number * number;
+            numbers[j] = number * (GAIN_TYPE == 2 ? __uint_as_float(gains[j])
+                                   : j & 1 ? high_half(gains[j / 2], GAIN_TYPE) : low_half(gains[j / 2], GAIN_TYPE));
         }
 #pragma unroll
         for (int lanes = 16; lanes; lanes /= 2) square += __shfl_xor_sync(~0u, square, lanes);
         if (program.lane == 0) ((float*)(program.shared + SQUARES_AT))[program.warp] = square;
+        if constexpr (IS_BY_WARPS) share(program, numbers);
+        else
+#pragma unroll
+            for (int j = 0; j < V; j++) x[j] = numbers[j];
+    }
+
+    // A lane's inputs are vectors of eight, which two loads of shared memory read: a half of all vectors each.
+    static __device__ __forceinline__ int place_of(int input) {
+        return (input & 4) * (HIDDEN / 8) + input / 8 * 4 + input % 4;
+    }
+
+    // From the program's threads to each of its warps.
+    __device__ __forceinline__ void share(const Program& program, const float* numbers) {
+        float* const row = (float*)(program.shared + SCRATCH_AT);
+        constexpr int W = VECTOR<V> < 4 ? 2 : 4;
+#pragma unroll
+        for (int j = 0; j < V; j += W) {
+            float* const to = row + place_of(input_of<V>(j));
+            if (W == 4) *(float4*)to = float4{numbers[j], numbers[j + 1], numbers[j + 2], numbers[j + 3]};
+            else *(float2*)to = float2{numbers[j], numbers[j + 1]};
+        }
+        program.sync();
+#pragma unroll
+        for (int j = 0; j < HIDDEN / 32; j += 4) {
+            const uint4 found = load_16(program.base + SCRATCH_AT + 4 * place_of((j / 8 * 32 + program.lane) * 8 + j % 8));
+#pragma unroll
+            for (int k = 0; k < 4; k++) x[j + k] = __uint_as_float((&found.x)[k]);
+        }
     }
 
     __device__ __forceinline__ float factor(const Program& program, float eps) const {
@@ -195,3 +248,16 @@ struct Normed {
         return rsqrtf(square / HIDDEN + eps);
     }
 };
+
+// A product of the normed stream: `store` gets each row of the program, its sum, and of gate and up the latter's too.
+template <int PRODUCT, class Store> __device__ __forceinline__ void multiply_normed(
+    const Program& program, Slots& ring, const Normed& normed, Store store
+) {
+    if constexpr (IS_BY_WARPS) return multiply_by_warps<PRODUCT>(program, ring, normed.x, store);
+    multiply<PRODUCT>(program, ring, normed.x);
+    constexpr int UNIT = OF[PRODUCT].unit_rows, OWN = PRODUCT == GATE_UP ? UNIT / 2 : UNIT;
+    for (int j = threadIdx.x; j < num_units<PRODUCT>() * OWN; j += THREADS) {
+        const int row = j / OWN * UNIT + j % OWN;
+        store(j, sum_of_row(program, row), OWN < UNIT ? sum_of_row(program, row + OWN) : 0);
+    }
+}

@@ -5,11 +5,11 @@
 constexpr int NUM_WARPS = 8, THREADS = 32 * NUM_WARPS;  // consumers; of four more, one loads weights
 constexpr long long DEADLINE = 2000000000;  // cycles, about a second: programs that have not arrived do not run
 
-constexpr int SUMS_AT = NUM_SLOTS * SLOT_BYTES;                // of units, [rows, warps]; attention has it between
-constexpr int SQUARES_AT = SUMS_AT + SCRATCH_BYTES;
+constexpr int SCRATCH_AT = NUM_SLOTS * SLOT_BYTES;           // sums of units, attention's, or a row that warps share
+constexpr int SQUARES_AT = SCRATCH_AT + SCRATCH_BYTES;
 constexpr int IS_WAITING_AT = SQUARES_AT + 4 * NUM_WARPS, IS_LATE_AT = IS_WAITING_AT + 4;
 constexpr int BARRIERS_AT = IS_LATE_AT + 4, END_AT = BARRIERS_AT + 16 * NUM_SLOTS;
-static_assert(SUMS_AT % 16 == 0);
+static_assert(SCRATCH_AT % 16 == 0);
 
 // A thread's inputs of a part: vectors of as many numbers as divide their count, which is V.
 template <int V> constexpr int VECTOR = V % 8 == 0 ? 8 : V % 4 == 0 ? 4 : 2;
@@ -28,7 +28,7 @@ struct Program {
     u64* const counter;  // of arrivals, never reset
     const u32 base;
     const int lane, warp;
-    u64 target;
+    u64 target, arrived;  // the latter of the first thread: how many programs when this one did
 
     __device__ __forceinline__ Program(char* shared, u64* counter)
         : shared(shared), counter(counter), base(shared_address(shared)), lane(threadIdx.x & 31), warp(threadIdx.x >> 5) {}
@@ -46,13 +46,16 @@ struct Program {
     __device__ __forceinline__ void arrive_at_grid() {
         sync();
         target += NUM_PROGRAMS;
-        if (threadIdx.x) return;
-        add_to_counter(counter, 1);
-        store_4(base + IS_WAITING_AT, 1);
+        if (threadIdx.x == 0) arrived = add_to_counter(counter, 1) + 1;
+        waits_for_row();
+    }
+
+    __device__ __forceinline__ void waits_for_row() const {
+        if (threadIdx.x == 0) store_4(base + IS_WAITING_AT, 1);
     }
 
     __device__ __forceinline__ void wait_for_grid() const {
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0 && arrived < target) {
             const long long start = clock64();
             while (load_counter(counter) < target && !is_late())
                 if (clock64() - start > DEADLINE) store_4(base + IS_LATE_AT, 1);

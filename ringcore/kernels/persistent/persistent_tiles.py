@@ -13,12 +13,14 @@ __all__ = ["DecoderShape", "PersistentTiles", "ProductTiles", "choose_persistent
 _THREADS, _NUM_WARPS = 256, 8
 _MAX_SHARED_BYTES = 227 << 10  # of the one program of an SM
 _MAX_UNIT_ROWS = 8
-_WINDOW, _EARLY_WINDOW = 64 << 10, 32 << 10  # bytes on their way; see the kernel
+_WINDOW, _EARLY_WINDOW, _SMALL_WINDOW = 64 << 10, 32 << 10, 16 << 10  # bytes on their way; see the kernel
 _SLOT_BYTES = range(8 << 10, (20 << 10) + 1, 512)
 _MIN_SLOTS, _MAX_SPLITS = 4, 16
 _MAX_INPUTS_OF_THREAD = 80  # in registers
 _MAX_GROUP = 8
 _MAX_PARTS = 4  # of a row
+_MAX_INPUTS_OF_LANE = 80  # likewise, where a warp has whole rows
+_SMALL_LAYER = 1.2  # in rings
 _MAX_EXPERT_INPUTS = 8 * _THREADS  # of a row of down: a vector of a thread, at most
 
 
@@ -58,9 +60,15 @@ class ProductTiles:
 
 @dataclass(frozen=True, slots=True)
 class PersistentTiles:
-    """Of all products of a layer: QKV, output, gate and up, down; and of a mixture the router."""
+    """Of all products of a layer: QKV, output, gate and up, down; and of a mixture the router.
+
+    A layer is small if most of it is in the rings at once: then its time is that of the row's way through it, and few
+    bytes are on their way, which would delay what programs tell each other. In a small layer a warp has whole rows of the
+    first and the third product (`multiply_by_warps`).
+    """
 
     products: tuple[ProductTiles, ...]
+    is_small: bool
     slot_bytes: int
     num_slots: int
     scratch_bytes: int
@@ -74,7 +82,8 @@ class PersistentTiles:
 
     def window(self, *, early: bool) -> int:
         """Slots."""
-        return min(self.num_slots, max(1, (_EARLY_WINDOW if early else _WINDOW) // self.slot_bytes))
+        num_bytes = _SMALL_WINDOW if self.is_small else _EARLY_WINDOW if early else _WINDOW
+        return min(self.num_slots, max(1, num_bytes // self.slot_bytes))
 
     @property
     def fill(self) -> float:
@@ -100,16 +109,24 @@ def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
         return
     routing = 8 + 4 * shape.num_experts + 8 * shape.num_chosen + 8 if shape.num_experts else 0
     of_attention = 4 * (_NUM_WARPS + 1) * group * shape.head_size + 4 * shape.head_size + 40 * _NUM_WARPS * group
+    is_small = _is_small(shape)
     for slot_bytes in _SLOT_BYTES:
-        products = _products(shape, slot_bytes)
+        products = _products(shape, slot_bytes, is_small)
         if not _are_whole(shape, products):
             continue
         of_sums = max(of.rows_of_program for of in products) * _NUM_WARPS * 4
-        scratch = -(-max(of_sums, of_attention) // 16) * 16
-        tiles = PersistentTiles(products, slot_bytes, 0, scratch, splits, routing)
+        scratch = -(-max(of_sums, of_attention, is_small * 4 * shape.hidden_size) // 16) * 16
+        tiles = PersistentTiles(products, is_small, slot_bytes, 0, scratch, splits, routing)
         num_slots = (_MAX_SHARED_BYTES - tiles.shared_bytes) // (slot_bytes + 16)
         if num_slots >= _MIN_SLOTS:
             yield replace(tiles, num_slots=num_slots)
+
+
+def _is_small(shape: DecoderShape) -> bool:
+    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+    num_bytes = 2 * shape.hidden_size * (heads + 3 * shape.intermediate_size)
+    fits_a_warp = shape.hidden_size <= 32 * _MAX_INPUTS_OF_LANE
+    return fits_a_warp and not shape.num_experts and num_bytes <= _SMALL_LAYER * NUM_SMS * _MAX_SHARED_BYTES
 
 
 def _serves_experts(shape: DecoderShape) -> bool:
@@ -130,7 +147,7 @@ def _are_whole(shape: DecoderShape, products: tuple[ProductTiles, ...]) -> bool:
     return down.parts <= _MAX_PARTS and down.outputs % down.unit_rows == 0
 
 
-def _products(shape: DecoderShape, slot_bytes: int) -> tuple[ProductTiles, ...]:
+def _products(shape: DecoderShape, slot_bytes: int, is_small: bool) -> tuple[ProductTiles, ...]:
     hidden, inner, heads = shape.hidden_size, shape.num_gated, shape.num_heads * shape.head_size
     qkv = heads + 2 * shape.num_kv_heads * shape.head_size
     (qkv_parts, qkv_rows), (out_parts, out_rows) = _of_slot(hidden, slot_bytes), _of_slot(heads, slot_bytes)
@@ -140,10 +157,12 @@ def _products(shape: DecoderShape, slot_bytes: int) -> tuple[ProductTiles, ...]:
     else:
         down_parts, down_rows = _of_slot(inner, slot_bytes)
     added = _unit_rows(hidden, max(out_rows, down_rows))  # a program has the same rows of both
+    units = _unit_rows(qkv, qkv_rows), _unit_rows(2 * inner, 2 * qkv_rows)
+    qkv_unit, gate_up_unit = (_NUM_WARPS, 2 * _NUM_WARPS) if is_small else units
     of_layer = (
-        ProductTiles(hidden, qkv, qkv_parts, qkv_rows, _unit_rows(qkv, qkv_rows)),
+        ProductTiles(hidden, qkv, qkv_parts, qkv_rows, qkv_unit),
         ProductTiles(heads, hidden, out_parts, out_rows, added),
-        ProductTiles(hidden, 2 * inner, qkv_parts, qkv_rows, _unit_rows(2 * inner, 2 * qkv_rows)),
+        ProductTiles(hidden, 2 * inner, qkv_parts, qkv_rows, gate_up_unit),
         ProductTiles(inner, hidden, down_parts, down_rows, added),
     )
     router = ProductTiles(hidden, shape.num_experts, qkv_parts, 1, 1)
