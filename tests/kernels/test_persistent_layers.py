@@ -17,6 +17,7 @@ from persistent_runs import DEVICE, HAS_HOPPER, check, make, on_hopper, programs
 from sass import disassemble
 
 from ringcore.kernels.launch.nvrtc import compile_cuda, nvrtc_version
+from ringcore.kernels.persistent import persistent_tiles
 from ringcore.kernels.persistent.persistent_layers import persistent_layers
 from ringcore.kernels.persistent.persistent_tiles import DecoderShape, choose_persistent_tiles
 
@@ -43,9 +44,11 @@ def _no_tiles_are_left() -> None:
     choose_persistent_tiles.cache_clear()
 
 
+@pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 300, 1100])
-def test_lengths(runs: Callable[[int], None], length: int) -> None:
-    """Of a context that is empty, within a tile, of a tile for some splits, and of several for all."""
+def test_lengths(runs: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, length: int, is_small: bool) -> None:
+    """Of a context that is empty, within a tile, of one split, of a tile for some splits, and of several for all."""
+    monkeypatch.setattr(persistent_tiles, "_SMALL_LAYER", 1e6 if is_small else 0)
     layers = random_layers(SMALL, 2, torch.bfloat16, DEVICE)
     check(SMALL, make(SMALL, layers), layers, random_row(SMALL, 2, length, torch.bfloat16, DEVICE))
 
@@ -66,9 +69,9 @@ def test_what_layers_have(
     has_head_norm: bool,
     is_gelu: bool,
 ) -> None:
-    """Heads of 64, two KV heads, 8 query heads each: two heads for some warps. Blocks of 32 tokens."""
-    runs(4)
-    shape = DecoderShape(512, 512, 16, 2, 64)
+    """7 query heads a KV head, which one program has: two of nine heads for some warps. Blocks of 32 tokens."""
+    runs(9)
+    shape = DecoderShape(512, 512, 28, 4, 128)
     has = gain_dtype, has_bias, has_head_norm
     layers = random_layers(shape, 1, dtype, DEVICE, *has)
     kernel, row = make(shape, layers, is_gelu=is_gelu), random_row(shape, 1, 130, dtype, DEVICE, 32)

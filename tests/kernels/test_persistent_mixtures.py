@@ -186,4 +186,4 @@ def test_machine_code_spills_no_register(tmp_path: Path) -> None:
     instructions, _ = disassemble(compile_cuda(persistent_mixtures.src, "sm_90a", macros), tmp_path)
     names = {one.name for one in instructions}
     assert not [name for name in names if name.startswith(("LDL", "STL"))]
-    assert any(name.startswith("UBLKPF") for name in names), "nothing is copied ahead"
+    assert any(name.startswith("UBLKCP") for name in names), "no bulk copy"

@@ -2,11 +2,12 @@
 //
 // Macros: HAS_HEAD_NORM, HEAD_GAIN_TYPE, and TYPE of weights, keys and values.
 
-// Attention of one row. Of a tile of the program's split a warp has eight tokens. A key or value is spread over LANES lanes.
+// Attention of one row. Of a tile of the program's split a warp has WARP_TOKENS. A key or value is spread over LANES lanes.
 struct Attention {
-    static constexpr int TILE = Split::TILE, LANES = HEAD_SIZE / 8, TOKENS = 32 / LANES, LOADS = 8 / TOKENS;
+    static constexpr int TILE = Split::TILE, WARP_TOKENS = Split::WARP_TOKENS;
+    static constexpr int LANES = HEAD_SIZE / 8, TOKENS = 32 / LANES, LOADS = WARP_TOKENS / TOKENS;
     static constexpr int QUERY_AT = SCRATCH_AT, KEY_AT = QUERY_AT + 4 * GROUP * HEAD_SIZE, WEIGHTS_AT = KEY_AT + 4 * HEAD_SIZE;
-    static constexpr int MAXIMA_AT = WEIGHTS_AT + 4 * 8 * NUM_WARPS * GROUP, VALUES_AT = MAXIMA_AT + 8 * NUM_WARPS * GROUP;
+    static constexpr int MAXIMA_AT = WEIGHTS_AT + 4 * TILE * GROUP, VALUES_AT = MAXIMA_AT + 8 * NUM_WARPS * GROUP;
     static_assert(VALUES_AT + 4 * NUM_WARPS * GROUP * HEAD_SIZE <= SCRATCH_AT + SCRATCH_BYTES && VALUES_AT % 16 == 0);
     static constexpr int V = HEAD_SIZE / 32;         // numbers of a lane of a head
     static constexpr int HEADS = GROUP < 4 ? GROUP : 4;  // whose scores are computed at once
@@ -35,11 +36,11 @@ struct Attention {
 
     // Of the lane's i-th key or value of a tile.
     __device__ __forceinline__ int token_of(const Program& program, int tile, int i) const {
-        return tile * TILE + program.warp * 8 + i * TOKENS + program.lane / LANES;
+        return tile * TILE + program.warp * WARP_TOKENS + i * TOKENS + program.lane / LANES;
     }
 
     __device__ __forceinline__ void load_tile(const Program& program, const Slots& ring, int tile) {
-        const int in_tile = token_of(program, 0, 0), slot = program.warp * 8 / Split::SLOT_TOKENS;
+        const int in_tile = token_of(program, 0, 0), slot = program.warp * WARP_TOKENS / Split::SLOT_TOKENS;
         const u32 from = ring.bytes(program, slot) + 2 * (in_tile % Split::SLOT_TOKENS) * HEAD_SIZE + program.lane % LANES * 16;
         const u32 own = program.base + KEY_AT + program.lane % LANES * 16;
 #pragma unroll
@@ -64,8 +65,8 @@ struct Attention {
 
     // A head of q, k or v by a warp, normalised and rotated: HEAD_SIZE / 32 numbers of a lane.
     __device__ __forceinline__ void load_head(const Program& program, int which, const void* gains, float* x, u32 tag) {
-        const int head = split.head, at = which < GROUP ? (head * GROUP + which) * HEAD_SIZE
-                                     : OUT_SIZE + (which - GROUP) * KV_SIZE + head * HEAD_SIZE;
+        const int at = which < GROUP ? (split.group * GROUP + which) * HEAD_SIZE
+                                     : OUT_SIZE + (which - GROUP) * KV_SIZE + split.kv_head() * HEAD_SIZE;
         u32 words[V];
         program.load_until_written([&] { return Program::load<1, V>(words, qkv() + at + program.lane * V, 0, tag); });
         float square = 0;
@@ -92,9 +93,14 @@ struct Attention {
         }
     }
 
+    // One program of those that have the last token.
+    __device__ __forceinline__ bool writes_cache() const {
+        return split.end == split.num_tiles && split.group % GROUPS_OF_KV == 0 && split.length;
+    }
+
     // q, k and v of this step to shared memory, q in float32; k and v to the KV cache.
     __device__ __forceinline__ void load_heads(const Program& program, u16* kv_cache, const void* gains, u32 tag) {
-        u16* const own_key = split.end == split.num_tiles && split.length ? kv_cache + own_place : nullptr;
+        u16* const own_key = writes_cache() ? kv_cache + own_place : nullptr;
         for (int which = program.warp; which < GROUP + 2; which += NUM_WARPS) {
             float x[V];
             load_head(program, which, gains, x, tag);
@@ -150,8 +156,8 @@ struct Attention {
     __device__ __forceinline__ void write_unused(const Program& program, u32 tag) const {
         if (split.index >= MAX_SPLITS) return;
         for (int i = threadIdx.x; i < GROUP * HEAD_SIZE; i += THREADS)
-            program.store(partials() + split.index * OUT_SIZE + split.head * GROUP * HEAD_SIZE + i, 0, tag);
-        if (threadIdx.x < GROUP) program.store(sums() + split.index * NUM_HEADS + split.head * GROUP + threadIdx.x, 0, tag);
+            program.store(partials() + split.index * OUT_SIZE + split.group * GROUP * HEAD_SIZE + i, 0, tag);
+        if (threadIdx.x < GROUP) program.store(sums() + split.index * NUM_HEADS + split.group * GROUP + threadIdx.x, 0, tag);
     }
 
     __device__ __forceinline__ void attend(const Program& program, Slots& ring, u16* kv_cache, const void* gains, u32 tag) {
@@ -168,7 +174,7 @@ struct Attention {
 #pragma unroll
             for (int d = 0; d < 8; d++) weighted[g][d] = 0;
         }
-        float* const weights = (float*)(program.shared + WEIGHTS_AT) + program.warp * 8 * GROUP;
+        float* const weights = (float*)(program.shared + WEIGHTS_AT) + program.warp * WARP_TOKENS * GROUP;
         // After the reduction a lane has the scores of one token, which is its key of this index.
         constexpr int SAME = LANES / LOADS;
         const int own = lane % LANES / SAME;
@@ -250,15 +256,17 @@ struct Attention {
                 total += of_warps[2 * (j * GROUP + g) + 1] * factor;
                 value += values[j * GROUP * HEAD_SIZE + i] * factor;
             }
-            program.store(partials() + split.index * OUT_SIZE + split.head * GROUP * HEAD_SIZE + i, total > 0 ? __fdividef(value, total) : 0, tag);
-            if (i % HEAD_SIZE == 0) program.store(sums() + split.index * NUM_HEADS + split.head * GROUP + g, total > 0 ? maximum + log2f(total) : -1e30f, tag);
+            value = total > 0 ? __fdividef(value, total) : 0;
+            if (split.num_splits == 1) program.store(result + split.group * GROUP * HEAD_SIZE + i, value, tag);
+            program.store(partials() + split.index * OUT_SIZE + split.group * GROUP * HEAD_SIZE + i, value, tag);
+            if (i % HEAD_SIZE == 0) program.store(sums() + split.index * NUM_HEADS + split.group * GROUP + g, total > 0 ? maximum + log2f(total) : -1e30f, tag);
         }
     }
 
     // The result from the partials of all splits, by a warp for 32 numbers.
     __device__ __forceinline__ void combine(const Program& program, u32 tag) const {
         const int i = (program.warp * NUM_PROGRAMS + blockIdx.x) * 32 + program.lane;
-        if (i >= OUT_SIZE) return;
+        if (split.num_splits == 1 || i >= OUT_SIZE) return;
         u32 words[MAX_SPLITS], of_splits[MAX_SPLITS];
         program.load_until_written([&] {
             u32 differs = 0;

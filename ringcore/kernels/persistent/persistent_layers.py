@@ -2,22 +2,24 @@
 (`persistent_layers.cu`).
 
 One program an SM stays for the whole step. One of its threads fills a ring in shared memory with the weights of all
-products of all layers, in their order, by bulk copies: they do not depend on the row, so memory is busy while programs
-wait for each other, which they do six times a layer: after QKV, each split of attention, their merge, the output
-projection, gate and up, and down. Eight warps multiply what has landed. A program has whole rows of the weights, and a
-thread the same inputs of each, which it keeps in registers.
+products of all layers, and the keys and values of attention, in their order, by bulk copies: they do not depend on the
+row, so memory is busy while programs wait for each other. Eight warps multiply what has landed. A program has whole
+rows of the weights, and a thread the same inputs of each, which it keeps in registers; in a small layer a warp has
+whole rows.
 
-Programs exchange numbers through the L2 cache. A number has a tag in its lowest four bits, and a barrier over the grid
-is a counter without a fence: a reader checks the tags, and reads again in the rare case that a store is late. With a
-fence, which waits until all stores have arrived behind the weights that are loaded, a layer takes 2 to 3 us more.
+Programs exchange numbers through the L2 cache: after QKV, each split of attention, their merge, the output projection,
+gate and up, and down. A number has a tag in its lowest four bits. What all programs read comes after a barrier over
+the grid, which is a counter without a fence: a reader checks the tags, and reads again in the rare case that a store
+is late. With a fence, which waits until all stores have arrived behind the weights that are loaded, a layer takes 2 to
+3 us more. Queries, keys, values and splits, which few programs read, have no barrier: those read until all have the
+tag.
 
-Attention is split over tokens (split-KV): a program has a KV head and some tiles of 64 tokens, and loads the first of
-them before the query is there. Up to 16 splits are merged by their log-sum-exp.
+Attention is split over tokens (split-KV): a program has two query heads, or as many as a KV head has if they are odd,
+and some tiles of 64 tokens. Splits are merged by their log-sum-exp.
 
 In the place of an MLP a layer may have a mixture of experts (`persistent_experts.cuh`). Programs share out the router's
-logits, and wait a seventh time; then each chooses the experts, as all do, and the thread that copies waits for this
-choice. Gate and up of the chosen experts are one product, and so is down, of which a slot has rows of one expert. Until
-the choice memory would be idle: it gets weights of the next layer's QKV to the L2 cache.
+logits, and wait once more; then each chooses the experts, as all do, and the thread that copies waits for this choice.
+Gate and up of the chosen experts are one product, and so is down, of which a slot has rows of one expert.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ __all__ = [
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HERE = Path(__file__)
 MAX_LAYERS = 128
-_HEADERS = NUMBERS, *(_HERE.with_name(f"persistent_{name}.cuh") for name in ("program", "ring", "split", "attention", "products"))
+_HEADERS = (
+    NUMBERS,
+    *(_HERE.with_name(f"persistent_{name}.cuh") for name in ("program", "ring", "split", "attention", "products")),
+)
 HEADERS = *_HEADERS, _HERE.with_name("persistent_mlp.cuh")
 MIXTURE_HEADERS = *_HEADERS, _HERE.with_name("persistent_experts.cuh")
 NUM_THREADS = 384  # eight warps that multiply, and four of which one loads weights
@@ -180,7 +185,9 @@ class PersistentLayers:
             "NUM_KV_HEADS": shape.num_kv_heads,
             "HEAD_SIZE": shape.head_size,
             "BLOCK_SIZE": block_size,
+            "GROUP": tiles.group,
             "MAX_SPLITS": tiles.max_splits,
+            "MAX_TILES_OF_ONE": tiles.max_tiles_of_one,
             "PRODUCTS": ",".join(f"{{{','.join(map(str, numbers))}}}" for numbers in products),
             "SLOT_BYTES": tiles.slot_bytes,
             "NUM_SLOTS": tiles.num_slots,

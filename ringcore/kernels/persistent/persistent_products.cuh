@@ -78,7 +78,7 @@ template <int PRODUCT> __device__ __forceinline__ int num_units() {
     return (OF[PRODUCT].units() - first_unit<PRODUCT>() + NUM_PROGRAMS - 1) / NUM_PROGRAMS;
 }
 
-// How many of COUNT, a power of 2, are loaded before the first is multiplied, if each takes this many registers.
+// How many of COUNT are loaded before the first is multiplied, if each takes this many registers.
 __host__ __device__ constexpr int at_once(int count, int registers) {
     while (count > 1 && count * registers > MOST_PAIRS) count /= 2;
     return count;
@@ -89,6 +89,7 @@ template <int PRODUCT> __device__ __forceinline__ void multiply(const Program& p
     constexpr int INPUTS = OF[PRODUCT].inputs, PARTS = OF[PRODUCT].parts, ROWS = OF[PRODUCT].slot_rows;
     constexpr int UNIT = OF[PRODUCT].unit_rows, V = INPUTS / PARTS / THREADS;
     constexpr int SLOTS = UNIT / ROWS * PARTS, AT_ONCE = at_once(SLOTS, ROWS * V / 2);
+    static_assert(SLOTS % AT_ONCE == 0);
     float* const sums = (float*)(program.shared + SCRATCH_AT);
 #pragma unroll 1
     for (int count = 0; count < num_units<PRODUCT>(); count++) {

@@ -1,15 +1,16 @@
 // The split of the context that a program of persistent_layers.cu has, and how its keys and values get to the ring.
 //
-// Macros: NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE and MAX_SPLITS.
+// Macros: NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, GROUP, BLOCK_SIZE, MAX_SPLITS and MAX_TILES_OF_ONE.
 
 constexpr int OUT_SIZE = NUM_HEADS * HEAD_SIZE, KV_SIZE = NUM_KV_HEADS * HEAD_SIZE, QKV_SIZE = OUT_SIZE + 2 * KV_SIZE;
-constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;  // query heads of a KV head
+constexpr int NUM_GROUPS = NUM_HEADS / GROUP, GROUPS_OF_KV = NUM_GROUPS / NUM_KV_HEADS;  // a program has a group of query heads
 
 __host__ __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 
-// Split-KV: a program has a KV head, its query heads, and a split of the context, which is tiles of TILE tokens, or none.
+// Split-KV: a program has GROUP query heads of a KV head, and a split of the context, which is tiles of TILE tokens, or
+// none. A short context is one split: to merge several takes as long as some more tiles.
 struct Split {
-    static constexpr int TILE = 8 * NUM_WARPS;
+    static constexpr int WARP_TOKENS = 8, TILE = WARP_TOKENS * NUM_WARPS;
     static constexpr int ROOM = SLOT_BYTES / (4 * HEAD_SIZE);  // tokens
     static constexpr int SLOT_TOKENS = ROOM >= TILE ? TILE : ROOM >= TILE / 2 ? TILE / 2 : TILE / 4;
     static constexpr int TILE_SLOTS = TILE / SLOT_TOKENS, VALUES_AT = 2 * SLOT_TOKENS * HEAD_SIZE;  // in a slot
@@ -17,21 +18,24 @@ struct Split {
     static_assert(ROOM >= SLOT_TOKENS && TILE_SLOTS <= NUM_SLOTS);
 
     const int* const block_table;
-    const int length, num_tiles, num_splits, head, index;
-    const bool is_live;    // of a context without tokens one split of a head is, without tiles
+    const int length, num_tiles, num_splits, group, index;
+    const bool is_live;    // of a context without tokens one split of a group is, without tiles
     const int first, end;  // tiles
 
     __device__ __forceinline__ Split(const int* seq_len, const int* block_table)
         : block_table(block_table), length(__ldcg(seq_len)), num_tiles((length + TILE - 1) / TILE),
-          num_splits(max(1, min(num_tiles, MAX_SPLITS))), head(blockIdx.x % NUM_KV_HEADS), index(blockIdx.x / NUM_KV_HEADS),
+          num_splits(num_tiles <= MAX_TILES_OF_ONE ? 1 : min(num_tiles, MAX_SPLITS)), group(blockIdx.x % NUM_GROUPS),
+          index(blockIdx.x / NUM_GROUPS),
           is_live(index < num_splits), first(is_live ? index * num_tiles / num_splits : 0),
           end(is_live ? (index + 1) * num_tiles / num_splits : 0) {}
+
+    __device__ __forceinline__ int kv_head() const { return group / GROUPS_OF_KV; }
 
     // In a layer's cache; that of the value is VALUES numbers after it.
     static constexpr int VALUES = KV_SIZE * BLOCK_SIZE;
 
     __device__ __forceinline__ size_t place_of_key(int page, int token) const {
-        return (size_t)page * (2 * VALUES) + (head * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_SIZE;
+        return (size_t)page * (2 * VALUES) + (kv_head() * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_SIZE;
     }
 
     __device__ __forceinline__ int page_of(int token) const { return __ldcg(block_table + token / BLOCK_SIZE); }

@@ -16,6 +16,7 @@ _MAX_UNIT_ROWS = 8
 _WINDOW, _EARLY_WINDOW, _SMALL_WINDOW = 64 << 10, 32 << 10, 16 << 10  # bytes on their way; see the kernel
 _SLOT_BYTES = range(8 << 10, (20 << 10) + 1, 512)
 _MIN_SLOTS, _MAX_SPLITS = 4, 16
+_TILE, _MAX_TILES_OF_ONE = 64, 3  # tokens; tiles of a context that is not split
 _MAX_INPUTS_OF_THREAD = 80  # in registers
 _MAX_GROUP = 8
 _MAX_PARTS = 4  # of a row
@@ -63,8 +64,8 @@ class PersistentTiles:
     """Of all products of a layer: QKV, output, gate and up, down; and of a mixture the router.
 
     A layer is small if most of it is in the rings at once: then its time is that of the row's way through it, and few
-    bytes are on their way, which would delay what programs tell each other. In a small layer a warp has whole rows of the
-    first and the third product (`multiply_by_warps`).
+    bytes are on their way, which would delay what programs tell each other. In a small layer a warp has whole rows of
+    the first and the third product (`multiply_by_warps`).
     """
 
     products: tuple[ProductTiles, ...]
@@ -72,6 +73,7 @@ class PersistentTiles:
     slot_bytes: int
     num_slots: int
     scratch_bytes: int
+    group: int  # query heads of a program
     max_splits: int
     routing_bytes: int = 0  # of a mixture
 
@@ -83,7 +85,13 @@ class PersistentTiles:
     def window(self, *, early: bool) -> int:
         """Slots."""
         num_bytes = _SMALL_WINDOW if self.is_small else _EARLY_WINDOW if early else _WINDOW
-        return min(self.num_slots, max(1, num_bytes // self.slot_bytes))
+        return min(self.num_slots, max(2, num_bytes // self.slot_bytes))
+
+    @property
+    def max_tiles_of_one(self) -> int:
+        """Tiles of a context that is one split. One more exchange takes longer in a large layer: weights are on their
+        way."""
+        return 1 if self.is_small else _MAX_TILES_OF_ONE
 
     @property
     def fill(self) -> float:
@@ -101,14 +109,16 @@ def choose_persistent_tiles(shape: DecoderShape) -> PersistentTiles | None:
 
 
 def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
-    heads, group = shape.num_heads * shape.head_size, shape.num_heads // shape.num_kv_heads
-    splits = min(_MAX_SPLITS, NUM_SMS // shape.num_kv_heads)
+    heads, group = shape.num_heads * shape.head_size, _group(shape)
+    splits = min(_MAX_SPLITS, NUM_SMS // (shape.num_heads // group))
     sizes = shape.hidden_size, heads, *(() if shape.num_experts else (shape.intermediate_size,))
-    serves = shape.head_size in (64, 128) and group <= _MAX_GROUP and splits > 1 and _serves_experts(shape)
+    serves = shape.head_size in (64, 128) and group <= _MAX_GROUP and splits and _serves_experts(shape)
     if not serves or any(size % (2 * _THREADS) or size > _THREADS * _MAX_INPUTS_OF_THREAD for size in sizes):
         return
     routing = 8 + 4 * shape.num_experts + 8 * shape.num_chosen + 8 if shape.num_experts else 0
-    of_attention = 4 * (_NUM_WARPS + 1) * group * shape.head_size + 4 * shape.head_size + 40 * _NUM_WARPS * group
+    of_attention = (
+        4 * (_NUM_WARPS + 1) * group * shape.head_size + 4 * shape.head_size + (8 * _NUM_WARPS + 4 * _TILE) * group
+    )
     is_small = _is_small(shape)
     for slot_bytes in _SLOT_BYTES:
         products = _products(shape, slot_bytes, is_small)
@@ -116,10 +126,16 @@ def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
             continue
         of_sums = max(of.rows_of_program for of in products) * _NUM_WARPS * 4
         scratch = -(-max(of_sums, of_attention, is_small * 4 * shape.hidden_size) // 16) * 16
-        tiles = PersistentTiles(products, is_small, slot_bytes, 0, scratch, splits, routing)
+        tiles = PersistentTiles(products, is_small, slot_bytes, 0, scratch, group, splits, routing)
         num_slots = (_MAX_SHARED_BYTES - tiles.shared_bytes) // (slot_bytes + 16)
         if num_slots >= _MIN_SLOTS:
             yield replace(tiles, num_slots=num_slots)
+
+
+def _group(shape: DecoderShape) -> int:
+    """Few query heads, so that they take little time; their keys are read by several programs."""
+    of_kv_head = shape.num_heads // shape.num_kv_heads
+    return next((count for count in range(2, of_kv_head) if of_kv_head % count == 0), of_kv_head)
 
 
 def _is_small(shape: DecoderShape) -> bool:
