@@ -266,7 +266,7 @@ struct Attention {
     // The result from the partials of all splits, by a warp for 32 numbers.
     __device__ __forceinline__ void combine(const Program& program, u32 tag) const {
         const int i = (program.warp * NUM_PROGRAMS + blockIdx.x) * 32 + program.lane;
-        if (split.num_splits == 1 || i >= OUT_SIZE) return;
+        if (i >= OUT_SIZE) return;
         u32 words[MAX_SPLITS], of_splits[MAX_SPLITS];
         program.load_until_written([&] {
             u32 differs = 0;

@@ -5,12 +5,13 @@
 struct Mlp {
     static constexpr int NUM_EXPERTS = OF[ROUTER].outputs, K = OF[DOWN].parts, INTERMEDIATE = GATED / K;
     static constexpr int NUM_WORDS = GATED + NUM_EXPERTS;  // the latter are logits
+    static constexpr int SHARES = 4 * NUM_EXPERTS <= THREADS ? 4 : 2 * NUM_EXPERTS <= THREADS ? 2 : 1;  // threads of an expert
     // In shared memory: a key of each expert; of the chosen ones, by rank, the index and the score; the choice's barrier.
     static constexpr int KEYS_AT = (END_AT + 15) / 16 * 16, CHOSEN_AT = KEYS_AT + 4 * NUM_EXPERTS;
     static constexpr int SCORES_AT = CHOSEN_AT + 4 * K, CHOICE_AT = SCORES_AT + 4 * K;
     // Of a row of down, which is part of all inputs, a thread has one vector, or none.
     static constexpr int V = INTERMEDIATE <= 2 * THREADS ? 2 : INTERMEDIATE <= 4 * THREADS ? 4 : 8;
-    static_assert(NUM_BARRIERS == 5 && CHOICE_AT + 8 <= SHARED_BYTES && CHOICE_AT % 8 == 0);
+    static_assert(NUM_BARRIERS == 6 && CHOICE_AT + 8 <= SHARED_BYTES && CHOICE_AT % 8 == 0);
     static_assert(NUM_EXPERTS % 4 == 0 && NUM_EXPERTS <= THREADS && K <= NUM_EXPERTS && OF[ROUTER].unit_rows == 1);
     static_assert(INTERMEDIATE % V == 0 && INTERMEDIATE <= V * THREADS);
 
@@ -71,9 +72,30 @@ struct Mlp {
         return low_half(key >> 31 ? key >> 16 & 0x7fff : ~key >> 16, TYPE);
     }
 
+    // How many keys are larger: each of an expert's threads compares a share of them.
+    static __device__ __forceinline__ int rank_of(const Program& program, u32 key, int share) {
+        constexpr int VECTORS = NUM_EXPERTS / 4, AT_ONCE = 8;
+        int rank = 0;
+#pragma unroll 1
+        for (int first = share; first < VECTORS; first += SHARES * AT_ONCE) {
+            uint4 others[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int vector = first + i * SHARES;
+                others[i] = vector < VECTORS ? load_16(program.base + KEYS_AT + 16 * vector) : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                rank += (others[i].x > key) + (others[i].y > key) + (others[i].z > key) + (others[i].w > key);
+        }
+#pragma unroll
+        for (int lanes = 1; lanes < SHARES; lanes *= 2) rank += __shfl_xor_sync(~0u, rank, lanes);
+        return rank;
+    }
+
     // Every program chooses, and all the same. The producer is told the experts at once; their scores are for later.
     static __device__ __forceinline__ void choose(const Program& program, const u32* logits, u32 tag) {
-        const int expert = threadIdx.x;
+        const int expert = threadIdx.x / SHARES, share = threadIdx.x % SHARES;
         u32* const keys = (u32*)(program.shared + KEYS_AT);
         u32 key = 0;
         if (expert < NUM_EXPERTS) {
@@ -82,13 +104,8 @@ struct Mlp {
         }
         program.has_row();
         program.sync();
-        int rank = 0;
-#pragma unroll 8
-        for (int i = 0; i < NUM_EXPERTS; i += 4) {
-            const uint4 others = load_16(program.base + KEYS_AT + 4 * i);
-            rank += (others.x > key) + (others.y > key) + (others.z > key) + (others.w > key);
-        }
-        const bool is_chosen = expert < NUM_EXPERTS && rank < K;
+        const int rank = rank_of(program, key, share);
+        const bool is_chosen = expert < NUM_EXPERTS && rank < K && share == 0;
         if (is_chosen) {
             store_4(program.base + CHOSEN_AT + 4 * rank, expert);
             arrive(program.base + CHOICE_AT);

@@ -56,9 +56,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         });
         program.waits_for_row();
         normed.load_gains(layer.gains[1]);
-        // Programs that have no split of a head need not wait: those that have one, and merge them, read until words are there.
         attention.attend(program, ring, layer.kv_cache, layer.head_gains, tag);
-        attention.combine(program, tag);
+        if (attention.split.num_splits > 1) {
+            program.arrive_at_grid();
+            program.wait_for_grid();
+            attention.combine(program, tag);
+        } else program.pass_barrier();
         program.arrive_at_grid();
         program.wait_for_grid();
         multiply_words<OUT>(program, ring, attended, tag);

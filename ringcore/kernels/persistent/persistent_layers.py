@@ -179,7 +179,7 @@ class PersistentLayers:
         products = ((of.inputs, of.outputs, of.parts, of.slot_rows, of.unit_rows) for of in tiles.products)
         macros = {
             "NUM_PROGRAMS": NUM_SMS,
-            "NUM_BARRIERS": 5 if shape.num_experts else 4,
+            "NUM_BARRIERS": 6 if shape.num_experts else 5,
             "MAX_LAYERS": MAX_LAYERS,
             "NUM_HEADS": shape.num_heads,
             "NUM_KV_HEADS": shape.num_kv_heads,

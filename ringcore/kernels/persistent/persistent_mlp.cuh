@@ -4,7 +4,7 @@
 
 struct Mlp {
     static constexpr int NUM_WORDS = GATED;
-    static_assert(NUM_BARRIERS == 4 && END_AT == SHARED_BYTES);
+    static_assert(NUM_BARRIERS == 5 && END_AT == SHARED_BYTES);
 
     static __device__ __forceinline__ void init_barriers(const Program&) {}
 

@@ -28,26 +28,36 @@ struct Program {
     u64* const counter;  // of arrivals, never reset
     const u32 base;
     const int lane, warp;
-    u64 target, arrived;  // the latter of the first thread: how many programs when this one did
+    u64 target, arrived;  // the latter of the first thread: how many arrivals with its own
+    int num_passed = 0;   // barriers that this program did not arrive at: it does with the next one
 
     __device__ __forceinline__ Program(char* shared, u64* counter)
         : shared(shared), counter(counter), base(shared_address(shared)), lane(threadIdx.x & 31), warp(threadIdx.x >> 5) {}
 
     __device__ __forceinline__ void sync() const { sync_threads<THREADS>(2); }
 
-    // Of all programs that run, this one has not arrived.
-    __device__ __forceinline__ void begin() { target = load_counter(counter) / NUM_PROGRAMS * NUM_PROGRAMS; }
+    static constexpr u64 OF_LAYER = NUM_BARRIERS * NUM_PROGRAMS;  // arrivals
+
+    // Of all programs that run, this one has not arrived, so that none is past the first barriers.
+    __device__ __forceinline__ void begin() { target = load_counter(counter) / OF_LAYER * OF_LAYER; }
 
     // How many layers there were before, in all launches, and this one.
-    __device__ __forceinline__ u32 layer_tag() const { return (u32)(target / (NUM_BARRIERS * NUM_PROGRAMS)) + 1; }
+    __device__ __forceinline__ u32 layer_tag() const { return (u32)(target / OF_LAYER) + 1; }
 
     __device__ __forceinline__ bool is_late() const { return load_4(base + IS_LATE_AT); }
 
     __device__ __forceinline__ void arrive_at_grid() {
         sync();
         target += NUM_PROGRAMS;
-        if (threadIdx.x == 0) arrived = add_to_counter(counter, 1) + 1;
+        if (threadIdx.x == 0) arrived = add_to_counter(counter, num_passed + 1) + num_passed + 1;
+        num_passed = 0;
         waits_for_row();
+    }
+
+    // Nobody waits for it, in any program.
+    __device__ __forceinline__ void pass_barrier() {
+        target += NUM_PROGRAMS;
+        num_passed++;
     }
 
     __device__ __forceinline__ void waits_for_row() const {

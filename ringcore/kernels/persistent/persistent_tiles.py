@@ -105,7 +105,7 @@ class PersistentTiles:
 def choose_persistent_tiles(shape: DecoderShape) -> PersistentTiles | None:
     """The slots that weights fill best, of these the largest: few copies are fast ones. None: the kernel cannot compute
     such a decoder."""
-    return max(_candidates(shape), key=lambda tiles: (round(tiles.fill, 2), tiles.slot_bytes), default=None)
+    return max(_candidates(shape), key=lambda tiles: (round(50 * tiles.fill), tiles.slot_bytes), default=None)
 
 
 def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
