@@ -17,7 +17,7 @@ struct Attention {
     u32* const result;
     const float scale, eps;
     const Split split;
-    const size_t own_place;           // of this step's key
+    const size_t own_place;            // of this step's key
     uint4 keys[LOADS], values[LOADS];  // of a tile
     float cos_sin[V];                  // of the lane's numbers of a head
     u32 head_gains[V];                 // likewise, of its warp's head: 16 or 32 bits
@@ -256,10 +256,12 @@ struct Attention {
                 total += of_warps[2 * (j * GROUP + g) + 1] * factor;
                 value += values[j * GROUP * HEAD_SIZE + i] * factor;
             }
-            value = total > 0 ? __fdividef(value, total) : 0;
+            value = total == 0 ? 0 : __fdividef(value, total);  // a context without tokens
             if (split.num_splits == 1) program.store(result + split.group * GROUP * HEAD_SIZE + i, value, tag);
             program.store(partials() + split.index * OUT_SIZE + split.group * GROUP * HEAD_SIZE + i, value, tag);
-            if (i % HEAD_SIZE == 0) program.store(sums() + split.index * NUM_HEADS + split.group * GROUP + g, total > 0 ? maximum + log2f(total) : -1e30f, tag);
+            if (i % HEAD_SIZE) continue;
+            const float sum = total == 0 ? maximum : maximum + log2f(total);
+            program.store(sums() + split.index * NUM_HEADS + split.group * GROUP + g, sum, tag);
         }
     }
 

@@ -9,11 +9,8 @@ struct Mlp {
     // In shared memory: a key of each expert; of the chosen ones, by rank, the index and the score; the choice's barrier.
     static constexpr int KEYS_AT = (END_AT + 15) / 16 * 16, CHOSEN_AT = KEYS_AT + 4 * NUM_EXPERTS;
     static constexpr int SCORES_AT = CHOSEN_AT + 4 * K, CHOICE_AT = SCORES_AT + 4 * K;
-    // Of a row of down, which is part of all inputs, a thread has one vector, or none.
-    static constexpr int V = INTERMEDIATE <= 2 * THREADS ? 2 : INTERMEDIATE <= 4 * THREADS ? 4 : 8;
     static_assert(NUM_BARRIERS == 6 && CHOICE_AT + 8 <= SHARED_BYTES && CHOICE_AT % 8 == 0);
     static_assert(NUM_EXPERTS % 4 == 0 && NUM_EXPERTS <= THREADS && K <= NUM_EXPERTS && OF[ROUTER].unit_rows == 1);
-    static_assert(INTERMEDIATE % V == 0 && INTERMEDIATE <= V * THREADS);
 
     static __device__ __forceinline__ void init_barriers(const Program& program) { init_barrier(program.base + CHOICE_AT, K); }
 
@@ -149,46 +146,8 @@ struct Mlp {
         });
     }
 
-    // The program's units of down, to shared memory, as `multiply` does.
+    // Parts of a row are experts'.
     static __device__ __forceinline__ void multiply_gated(const Program& program, Slots& ring, const u32* gated, u32 tag) {
-        const bool has_inputs = threadIdx.x * V < INTERMEDIATE;
-        u32 words[K * V] = {};
-        if (has_inputs)
-            program.load_until_written([&] { return Program::load<K, V>(words, gated + threadIdx.x * V, INTERMEDIATE, tag); });
-        program.has_row();
-        float x[K * V];
-#pragma unroll
-        for (int i = 0; i < K * V; i++) x[i] = number_of(words[i]);
-        multiply_experts(program, ring, x, has_inputs);
-    }
-
-    static __device__ __forceinline__ void multiply_experts(
-        const Program& program, Slots& ring, const float* x, bool has_inputs
-    ) {
-        constexpr int ROWS = OF[DOWN].slot_rows, UNIT = OF[DOWN].unit_rows;
-        float* const sums = (float*)(program.shared + SCRATCH_AT);
-        int at = 0;
-#pragma unroll 1
-        for (int unit = first_unit<DOWN>(); unit < OF[DOWN].units(); unit += NUM_PROGRAMS, at += UNIT) {
-            float of_rows[UNIT] = {};
-#pragma unroll
-            for (int i = 0; i < UNIT; i += ROWS)
-#pragma unroll
-                for (int rank = 0; rank < K; rank++) {
-                    wait_for_slots<1>(program, ring);
-                    u32 pairs[ROWS][V / 2] = {};
-                    if (has_inputs)
-#pragma unroll
-                        for (int r = 0; r < ROWS; r++)
-                            load_weights<V>(pairs[r], ring.bytes(program) + 2 * r * INTERMEDIATE);
-#pragma unroll
-                    for (int r = 0; r < ROWS; r++) add_product<V>(of_rows[i + r], pairs[r], x + rank * V);
-                    leave_slots<1>(program, ring);
-                }
-            const float sum = sum_over_lanes<UNIT>(of_rows, program.lane);
-            constexpr int SAME = 32 / UNIT;  // lanes that have the same sum
-            if (program.lane % SAME == 0) sums[(at + program.lane / SAME) * NUM_WARPS + program.warp] = sum;
-        }
-        program.sync();
+        multiply_words<DOWN>(program, ring, gated, tag);
     }
 };

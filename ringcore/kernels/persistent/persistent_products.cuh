@@ -61,8 +61,15 @@ template <int COUNT, int VECTOR> __device__ __forceinline__ void load_pairs(u32*
     }
 }
 
-template <int V> __device__ __forceinline__ void load_weights(u32* pairs, u32 at) {
-    load_pairs<V / VECTOR<V>, VECTOR<V>>(pairs, at + threadIdx.x * 2 * VECTOR<V>, THREADS * 2 * VECTOR<V>);
+// A thread's weights of SIZE numbers of a row; of a vector that it does not have they are 0.
+template <int SIZE> __device__ __forceinline__ void load_weights(u32* pairs, u32 from) {
+    constexpr int W = Share<SIZE>::WIDTH, COUNT = Share<SIZE>::FULL;
+    from += threadIdx.x * 2 * W;
+    load_pairs<COUNT, W>(pairs, from, THREADS * 2 * W);
+    if (Share<SIZE>::IS_EVEN) return;
+#pragma unroll
+    for (int i = 0; i < W / 2; i++) pairs[COUNT * W / 2 + i] = 0;
+    if (Share<SIZE>::has_last_vector()) load_pairs<1, W>(pairs + COUNT * W / 2, from + COUNT * THREADS * 2 * W, 0);
 }
 
 // sum += pairs of weights times COUNT inputs.
@@ -86,8 +93,8 @@ __host__ __device__ constexpr int at_once(int count, int registers) {
 
 // The program's units of a product times x, a thread's inputs, to shared memory: every warp has a part of each row.
 template <int PRODUCT> __device__ __forceinline__ void multiply(const Program& program, Slots& ring, const float* x) {
-    constexpr int INPUTS = OF[PRODUCT].inputs, PARTS = OF[PRODUCT].parts, ROWS = OF[PRODUCT].slot_rows;
-    constexpr int UNIT = OF[PRODUCT].unit_rows, V = INPUTS / PARTS / THREADS;
+    constexpr int PARTS = OF[PRODUCT].parts, SIZE = OF[PRODUCT].inputs / PARTS, ROWS = OF[PRODUCT].slot_rows;
+    constexpr int UNIT = OF[PRODUCT].unit_rows, V = Share<SIZE>::V;
     constexpr int SLOTS = UNIT / ROWS * PARTS, AT_ONCE = at_once(SLOTS, ROWS * V / 2);
     static_assert(SLOTS % AT_ONCE == 0);
     float* const sums = (float*)(program.shared + SCRATCH_AT);
@@ -101,7 +108,7 @@ template <int PRODUCT> __device__ __forceinline__ void multiply(const Program& p
 #pragma unroll
             for (int s = 0; s < AT_ONCE; s++)
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) load_weights<V>(pairs[s][r], ring.bytes(program, s) + 2 * r * INPUTS);
+                for (int r = 0; r < ROWS; r++) load_weights<SIZE>(pairs[s][r], ring.bytes(program, s) + 2 * r * SIZE);
 #pragma unroll
             for (int s = 0; s < AT_ONCE; s++)
 #pragma unroll
@@ -120,12 +127,12 @@ template <int PRODUCT> __device__ __forceinline__ void multiply(const Program& p
 template <int PRODUCT> __device__ __forceinline__ void multiply_words(
     const Program& program, Slots& ring, const u32* row, u32 tag
 ) {
-    constexpr int PARTS = OF[PRODUCT].parts, SIZE = OF[PRODUCT].inputs / PARTS, V = SIZE / THREADS;
+    constexpr int PARTS = OF[PRODUCT].parts, SIZE = OF[PRODUCT].inputs / PARTS, V = Share<SIZE>::V;
     u32 words[PARTS * V];
     program.load_until_written([&] {
         u32 differs = 0;
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) differs |= Program::load_inputs<V>(words + part * V, row + part * SIZE, tag);
+        for (int part = 0; part < PARTS; part++) differs |= Program::load_inputs<SIZE>(words + part * V, row + part * SIZE, tag);
         return differs;
     });
     program.has_row();
@@ -199,7 +206,7 @@ struct Normed {
     // stream: words of this tag; or float32, before the first layer.
     __device__ __forceinline__ void load(const Program& program, const u32* stream, u32 tag, bool are_words) {
         u32 words[V];
-        program.load_until_written([&] { return Program::load_inputs<V>(words, stream, tag) & -(u32)are_words; });
+        program.load_until_written([&] { return Program::load_inputs<HIDDEN>(words, stream, tag) & -(u32)are_words; });
         program.has_row();
         float square = 0, numbers[V];
 #pragma unroll

@@ -18,6 +18,20 @@ template <int V> __device__ __forceinline__ int input_of(int i) {
     return (i / VECTOR<V> * THREADS + threadIdx.x) * VECTOR<V> + i % VECTOR<V>;
 }
 
+// What a thread has of SIZE numbers of a row: as many as each other thread; or, where these do not come out even, vectors of
+// as many numbers as one takes, or of eight, of which some threads have one less.
+template <int SIZE> struct Share {
+    static constexpr int EVEN = SIZE / THREADS, VECTORS = (SIZE + 8 * THREADS - 1) / (8 * THREADS);
+    static constexpr int V = SIZE % (2 * THREADS) == 0 ? EVEN : EVEN < 2 ? 2 : EVEN < 4 ? 4 : 8 * VECTORS;
+    static constexpr int WIDTH = VECTOR<V>, FULL = SIZE / (THREADS * WIDTH);  // vectors that every thread has
+    static constexpr bool IS_EVEN = FULL * WIDTH == V;
+    static_assert(SIZE % WIDTH == 0);
+
+    static __device__ __forceinline__ bool has_last_vector() {
+        return (int)threadIdx.x * WIDTH < SIZE - FULL * THREADS * WIDTH;
+    }
+};
+
 // A word is a float32 whose lowest four bits are a tag: by how often its place was written. So a reader knows whether it
 // has the word of this time, and no store has to be waited for: without tags, each barrier would begin with a fence.
 __device__ __forceinline__ float number_of(u32 word) { return __uint_as_float(word & ~15u); }
@@ -92,9 +106,17 @@ struct Program {
         return differs;
     }
 
-    // A thread's V inputs of those from `from` on.
-    template <int V> static __device__ __forceinline__ u32 load_inputs(u32* words, const u32* from, u32 tag) {
-        return load<V / VECTOR<V>, VECTOR<V>>(words, from + threadIdx.x * VECTOR<V>, THREADS * VECTOR<V>, tag);
+    // A thread's numbers of SIZE words from `from` on; of a vector that it does not have they are 0.
+    template <int SIZE> static __device__ __forceinline__ u32 load_inputs(u32* words, const u32* from, u32 tag) {
+        constexpr int W = Share<SIZE>::WIDTH, COUNT = Share<SIZE>::FULL;
+        from += threadIdx.x * W;
+        u32 differs = load<COUNT, W>(words, from, THREADS * W, tag);
+        if (Share<SIZE>::IS_EVEN) return differs;
+        if (Share<SIZE>::has_last_vector())
+            return differs | load<1, W>(words + COUNT * W, from + COUNT * THREADS * W, 0, tag);
+#pragma unroll
+        for (int i = 0; i < W; i++) words[COUNT * W + i] = tag;
+        return differs;
     }
 
     // Calls `load` until all words have their tag.

@@ -22,7 +22,6 @@ _MAX_GROUP = 8
 _MAX_PARTS = 4  # of a row
 _MAX_INPUTS_OF_LANE = 80  # likewise, where a warp has whole rows
 _SMALL_LAYER = 1.2  # in rings
-_MAX_EXPERT_INPUTS = 8 * _THREADS  # of a row of down: a vector of a thread, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ def choose_persistent_tiles(shape: DecoderShape) -> PersistentTiles | None:
 def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
     heads, group = shape.num_heads * shape.head_size, _group(shape)
     splits = min(_MAX_SPLITS, NUM_SMS // (shape.num_heads // group))
-    sizes = shape.hidden_size, heads, *(() if shape.num_experts else (shape.intermediate_size,))
+    sizes = shape.hidden_size, heads
     serves = shape.head_size in (64, 128) and group <= _MAX_GROUP and splits and _serves_experts(shape)
     if not serves or any(size % (2 * _THREADS) or size > _THREADS * _MAX_INPUTS_OF_THREAD for size in sizes):
         return
@@ -146,21 +145,28 @@ def _is_small(shape: DecoderShape) -> bool:
 
 
 def _serves_experts(shape: DecoderShape) -> bool:
-    """Or there are none. A thread compares one expert with the others, by vectors of four."""
-    size, number = shape.intermediate_size, shape.num_experts
-    vector = 2 if size <= 2 * _THREADS else 4 if size <= 4 * _THREADS else 8
-    serves = size % 8 == 0 and size <= _MAX_EXPERT_INPUTS and number % 4 == 0 and number <= _THREADS
-    return not number or (serves and vector * shape.num_chosen <= _MAX_INPUTS_OF_THREAD)
+    """Or there are none. A thread compares an expert with others, by vectors of four."""
+    return shape.num_experts % 4 == 0 and shape.num_experts <= _THREADS
 
 
 def _are_whole(shape: DecoderShape, products: tuple[ProductTiles, ...]) -> bool:
-    """Units are of whole rows, and of one expert."""
+    """Units are of whole rows, and of one expert; the inputs of down have room in registers."""
     gate_up, down = products[2:4]
     if any(of.outputs % of.unit_rows or of.parts > _MAX_PARTS for of in products if of is not down):
         return False
+    size = down.inputs // down.parts
+    if size % 8 or down.outputs % down.unit_rows or down.parts * _of_thread(size) > _MAX_INPUTS_OF_THREAD:
+        return False
     if shape.num_experts:
         return gate_up.parts == 1 and shape.intermediate_size % (gate_up.unit_rows // 2) == 0
-    return down.parts <= _MAX_PARTS and down.outputs % down.unit_rows == 0
+    return down.parts <= _MAX_PARTS
+
+
+def _of_thread(size: int) -> int:
+    """Numbers of a part of a row, as in the kernel."""
+    if size % (2 * _THREADS) == 0:
+        return size // _THREADS
+    return next((width for width in (2, 4) if size <= width * _THREADS), -(-size // (8 * _THREADS)) * 8)
 
 
 def _products(shape: DecoderShape, slot_bytes: int, is_small: bool) -> tuple[ProductTiles, ...]:
@@ -192,8 +198,12 @@ def _unit_rows(outputs: int, least: int) -> int:
 
 
 def _of_slot(inputs: int, slot_bytes: int) -> tuple[int, int]:
-    """(Parts of a row, rows of a slot.)"""
-    parts = next(n for n in range(1, inputs) if 2 * inputs <= n * slot_bytes and inputs % (2 * _THREADS * n) == 0)
+    """(Parts of a row, rows of a slot.) Threads share out a part evenly where they can, else by vectors of eight."""
+    fitting = [n for n in range(1, _MAX_PARTS + 1) if 2 * inputs <= n * slot_bytes]
+    even = [n for n in fitting if inputs % (2 * _THREADS * n) == 0]
+    parts = next(
+        (n for n in even or fitting if inputs % (8 * n) == 0), _MAX_PARTS + 1
+    )  # too many: such slots do not do
     return parts, 1 if parts > 1 else min(_MAX_UNIT_ROWS // 2, _power_of_2(slot_bytes // (2 * inputs)))
 
 
