@@ -14,9 +14,8 @@ struct Mlp {
 
     static __device__ __forceinline__ void init_barriers(const Program& program) { init_barrier(program.base + CHOICE_AT, K); }
 
-    // The experts' are copied once they are chosen.
-    static __device__ __forceinline__ void copy_weights(Producer& producer, const Layers& layers, int index, int num_layers) {
-        const Layer& layer = layers.at[index];
+    // The experts' are copied once they are chosen. index: of the layer.
+    static __device__ __forceinline__ void copy_weights(Producer& producer, const Layer& layer, int index) {
         copy_product<ROUTER>(producer, layer.weights[ROUTER]);
         wait_for(producer.base + CHOICE_AT, index & 1);
         copy_gate_up(producer, layer.weights[GATE_UP]);

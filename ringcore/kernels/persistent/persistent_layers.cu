@@ -23,11 +23,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         Split::Pages pages;
 #pragma unroll 1
         for (int i = 0; i < num_layers; i++) {
-            copy_product<QKV>(producer, layers.at[i].weights[QKV]);
+            const Layer& layer = layers.at[i];
+            copy_product<QKV>(producer, layer.weights[QKV]);
             if (i == 0) wait_for_dependencies();
-            Split(seq_len, block_table).copy_tiles(producer, layers.at[i].kv_cache, pages);
-            copy_product<OUT>(producer, layers.at[i].weights[OUT]);
-            Mlp::copy_weights(producer, layers, i, num_layers);
+            Split(seq_len, block_table).copy_tiles(producer, layer.kv_cache, pages);
+            copy_product<OUT>(producer, layer.weights[OUT]);
+            Mlp::copy_weights(producer, layer, i);
         }
         return;
     }
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
             if (HAS_BIAS) value += low_half(layer.bias[output_of<QKV>(row)], TYPE);
             program.store(attention.qkv() + output_of<QKV>(row), value, tag);
         });
-        program.waits_for_row();
+        program.waits_for_row();  // without a barrier: few programs read q, k and v, until all tags are right
         normed.load_gains(layer.gains[1]);
         attention.attend(program, ring, layer.kv_cache, layer.head_gains, tag);
         if (attention.split.num_splits > 1) {

@@ -8,9 +8,9 @@ struct Mlp {
 
     static __device__ __forceinline__ void init_barriers(const Program&) {}
 
-    static __device__ __forceinline__ void copy_weights(Producer& producer, const Layers& layers, int index, int num_layers) {
-        copy_product<GATE_UP>(producer, layers.at[index].weights[GATE_UP]);
-        copy_product<DOWN>(producer, layers.at[index].weights[DOWN]);
+    static __device__ __forceinline__ void copy_weights(Producer& producer, const Layer& layer, int) {
+        copy_product<GATE_UP>(producer, layer.weights[GATE_UP]);
+        copy_product<DOWN>(producer, layer.weights[DOWN]);
     }
 
     static __device__ __forceinline__ void gate(
