@@ -95,7 +95,7 @@ def _compiled(sources: tuple[Path, ...], specialization: str, types: tuple[str, 
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder) / "kernel.cpp"
         code.write_text("".join(f'#include "{path}"\n' for path in (_HEADER, *sources)) + entry)
-        options = ["-std=c++17", "-O1", "-w", "-Wno-psabi", "-shared", "-fPIC", *macros]
+        options = ["-std=c++17", "-Og", "-w", "-Wno-psabi", "-shared", "-fPIC", *macros]
         assert COMPILER is not None
         subprocess.run([COMPILER, *options, str(code), "-o", f"{folder}/kernel.so"], check=True)
         run = ctypes.CDLL(f"{folder}/kernel.so").run

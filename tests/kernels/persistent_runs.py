@@ -37,7 +37,7 @@ def use_programs(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Called with their number, on a CPU; five before."""
+    """Called with their number, on a CPU; three before."""
     if not HAS_HOPPER and cuda_on_cpu.COMPILER is None:
         pytest.skip("needs a Hopper GPU, or a C++ compiler")
 
@@ -45,7 +45,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         if not HAS_HOPPER:
             use_programs(monkeypatch, count)
 
-    with_programs(5)
+    with_programs(3)
     return with_programs
 
 

@@ -54,6 +54,7 @@ def _no_tiles_are_left() -> None:
 )
 def test_lengths(runs: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, length: int, is_small: bool) -> None:
     """Of a context that is empty, within a tile, of one split, of a tile for some splits, and of several for all."""
+    runs(5)
     monkeypatch.setattr(persistent_tiles, "_SMALL_LAYER", 1e6 if is_small else 0)
     layers = random_layers(SMALL, 2, torch.bfloat16, DEVICE)
     check(SMALL, make(SMALL, layers), layers, random_row(SMALL, 2, length, torch.bfloat16, DEVICE))
@@ -105,6 +106,7 @@ def test_rows_of_down(runs: Callable[[int], None], inner: int, is_cut: bool) -> 
 
 def test_steps_follow_each_other(runs: Callable[[int], None]) -> None:
     """Tags go on from launch to launch; a short context after a long one. Of odd layers, whose tags come round."""
+    runs(5)
     layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
     kernel = make(SMALL, layers)
     for length in [200, 20, *range(21, 37), 200]:

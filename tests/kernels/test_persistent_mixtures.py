@@ -117,13 +117,11 @@ def test_numbers_that_are_not_finite_are_seen(runs: Callable[[int], None], of_ro
 
 
 @pytest.mark.skipif(HAS_HOPPER or cuda_on_cpu.COMPILER is None, reason="runs on a CPU, by a C++ compiler")
-@pytest.mark.parametrize("program", [0, 65])
+@pytest.mark.parametrize("program", [0, 2])
 def test_a_program_that_waited_too_long(
     runs: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, program: int
 ) -> None:
-    """It chooses experts by whatever it has, the row is no number, and the next one is right. The last of 66 adds
-    nothing to the residual stream itself."""
-    runs(66)
+    """It chooses experts by whatever it has, the row is no number, and the next one is right."""
     layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
     kernel, row = make(SMALL, layers), random_row(SMALL, 1, 70, torch.bfloat16, DEVICE)
     late = row.clone()
