@@ -85,6 +85,15 @@ def test_what_layers_have(
     check(shape, kernel, layers, row, is_gelu=is_gelu)
 
 
+@pytest.mark.parametrize("length", [130, 300])
+def test_heads_of_64(runs: Callable[[int], None], length: int) -> None:
+    """Four groups of query heads a KV head, of one split and of two."""
+    runs(17)
+    shape = DecoderShape(512, 512, 16, 2, 64)
+    layers = random_layers(shape, 1, torch.bfloat16, DEVICE)
+    check(shape, make(shape, layers), layers, random_row(shape, 1, length, torch.bfloat16, DEVICE))
+
+
 def test_programs_without_outputs(runs: Callable[[int], None]) -> None:
     """More programs than units of what is added to the residual stream."""
     runs(66)
