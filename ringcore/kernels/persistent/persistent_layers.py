@@ -54,7 +54,10 @@ _HERE = Path(__file__)
 MAX_LAYERS = 128
 _HEADERS = (
     NUMBERS,
-    *(_HERE.with_name(f"persistent_{name}.cuh") for name in ("program", "ring", "split", "attention", "products")),
+    *(
+        _HERE.with_name(f"persistent_{name}.cuh")
+        for name in ("program", "ring", "split", "heads", "attention", "long_attention", "products")
+    ),
 )
 HEADERS = *_HEADERS, _HERE.with_name("persistent_mlp.cuh")
 MIXTURE_HEADERS = *_HEADERS, _HERE.with_name("persistent_experts.cuh")
@@ -132,7 +135,7 @@ class PersistentLayers:
         self._contents: dict[int, str] = {}  # by block size
         words = shape.hidden_size + shape.num_gated + shape.num_experts + self._heads
         words += self._heads + 2 * shape.num_kv_heads * shape.head_size
-        words += tiles.max_splits * (self._heads + shape.num_heads)
+        words += 2 * max(tiles.max_splits, tiles.max_long_splits) * (self._heads + shape.num_heads)
         device = layers[0].qkv.device
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._exchanged = torch.zeros(words, dtype=torch.int32, device=device)
@@ -188,6 +191,9 @@ class PersistentLayers:
             "GROUP": tiles.group,
             "MAX_SPLITS": tiles.max_splits,
             "MAX_TILES_OF_ONE": tiles.max_tiles_of_one,
+            "LONG_CONTEXT": tiles.long_context,
+            "LONG_GROUP": tiles.long_group,
+            "MAX_LONG_SPLITS": tiles.max_long_splits,
             "PRODUCTS": ",".join(f"{{{','.join(map(str, numbers))}}}" for numbers in products),
             "SLOT_BYTES": tiles.slot_bytes,
             "NUM_SLOTS": tiles.num_slots,
