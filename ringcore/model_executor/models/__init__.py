@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, assert_never
 
 from ringcore.checkpoint import ModelSpec, TransformersSpec
@@ -49,8 +50,7 @@ def build_model(
             return native(spec, *given)
         case TransformersSpec():
             assert not arithmetic.is_batch_invariant, "refused with the options"
-            # Collection takes a fifth of the time else, most of it while transformers is imported.
-            with without_collection(), without_compiler() if is_own_process() else nullcontext():
+            with _lean_imports():
                 from ringcore.model_executor.models.transformers import TransformersModel
 
                 return TransformersModel(spec, *given)
@@ -62,9 +62,17 @@ def few_layers(spec: AnySpec) -> AnySpec:
     """The model of a few of its layers, enough for one of every kind."""
     if isinstance(spec, ModelSpec):
         return spec.few_layers()
-    from ringcore.model_executor.models.transformers.few_layers import few_layers
+    with _lean_imports():
+        from ringcore.model_executor.models.transformers.few_layers import few_layers
 
-    return few_layers(spec)
+        return few_layers(spec)
+
+
+@contextmanager
+def _lean_imports() -> Iterator[None]:
+    """Of transformers: collection would take a fifth of the time."""
+    with without_collection(), without_compiler() if is_own_process() else nullcontext():
+        yield
 
 
 def build_head(
