@@ -24,10 +24,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
 #pragma unroll 1
         for (int i = 0; i < num_layers; i++) {
             const Layer& layer = layers.at[i];
-            copy_product<QKV>(producer, layer.weights[QKV]);
+            copy_product<QKV>(producer, layer);
             if (i == 0) wait_for_dependencies();
             Split(seq_len, block_table).copy_tiles(producer, layer.kv_cache, pages);
-            copy_product<OUT>(producer, layer.weights[OUT]);
+            copy_product<OUT>(producer, layer);
             Mlp::copy_weights(producer, layer, i);
         }
         return;

@@ -1,6 +1,7 @@
 // A program of persistent_layers.cu: its shared memory, its barrier over the grid, and how programs tell each other numbers.
 //
-// Macros: NUM_PROGRAMS, NUM_BARRIERS (over the grid, of a layer), NUM_SLOTS, SLOT_BYTES and SCRATCH_BYTES.
+// Macros: NUM_PROGRAMS, NUM_BARRIERS (over the grid, of a layer), NUM_SLOTS, SLOT_BYTES, SCRATCH_BYTES and WEIGHT_BYTES (of a
+// weight: 1 or 2).
 
 constexpr int NUM_WARPS = 8, THREADS = 32 * NUM_WARPS;  // consumers; of four more, one loads weights
 constexpr long long DEADLINE = 2000000000;  // cycles, about a second: programs that have not arrived do not run
@@ -11,8 +12,10 @@ constexpr int IS_WAITING_AT = SQUARES_AT + 4 * NUM_WARPS, IS_LATE_AT = IS_WAITIN
 constexpr int BARRIERS_AT = IS_LATE_AT + 4, END_AT = BARRIERS_AT + 16 * NUM_SLOTS;
 static_assert(SCRATCH_AT % 16 == 0);
 
-// A thread's inputs of a part: vectors of as many numbers as divide their count, which is V.
-template <int V> constexpr int VECTOR = V % 8 == 0 ? 8 : V % 4 == 0 ? 4 : 2;
+// A thread's inputs of a part: vectors of as many numbers as divide their count, which is V. Their weights are loaded at once:
+// 16 bytes, or 4 at least.
+constexpr int WIDEST = 16 / WEIGHT_BYTES, NARROWEST = 4 / WEIGHT_BYTES;
+template <int V> constexpr int VECTOR = V % WIDEST == 0 ? WIDEST : V % 8 == 0 ? 8 : V % 4 == 0 ? 4 : NARROWEST;
 
 template <int V> __device__ __forceinline__ int input_of(int i) {
     return (i / VECTOR<V> * THREADS + threadIdx.x) * VECTOR<V> + i % VECTOR<V>;
@@ -22,7 +25,8 @@ template <int V> __device__ __forceinline__ int input_of(int i) {
 // as many numbers as one takes, or of eight, of which some threads have one less.
 template <int SIZE> struct Share {
     static constexpr int EVEN = SIZE / THREADS, VECTORS = (SIZE + 8 * THREADS - 1) / (8 * THREADS);
-    static constexpr int V = SIZE % (2 * THREADS) == 0 ? EVEN : EVEN < 2 ? 2 : EVEN < 4 ? 4 : 8 * VECTORS;
+    static constexpr bool IS_SHARED_OUT = SIZE % (NARROWEST * THREADS) == 0;
+    static constexpr int V = IS_SHARED_OUT ? EVEN : EVEN < NARROWEST ? NARROWEST : EVEN < 4 ? 4 : 8 * VECTORS;
     static constexpr int WIDTH = VECTOR<V>, FULL = SIZE / (THREADS * WIDTH);  // vectors that every thread has
     static constexpr bool IS_EVEN = FULL * WIDTH == V;
     static_assert(SIZE % WIDTH == 0);
