@@ -217,8 +217,8 @@ def save_quantized(folder: Path, model: Any, kind: str) -> Any:
 
 
 def quantize_folder(folder: Path, block: tuple[int, int], kept: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """Rewrites a saved model with its linears in FP8 by blocks, but for those of these names; returns what they mean, by
-    name."""
+    """Rewrites a saved model with its linears in FP8 by blocks, but for those of `kept`; returns the weights that these
+    mean, by name."""
     tensors, expanded, quantization = {}, {}, config_of("fp8 block") | {"weight_block_size": [*block]}
     for name, tensor in load_file(folder / "model.safetensors").items():
         matrix = name.removesuffix(".weight")

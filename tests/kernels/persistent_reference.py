@@ -68,8 +68,8 @@ def random_layers(
 
 
 def _coded(layer: PersistentLayer, generator: torch.Generator | None, is_dense: bool) -> PersistentLayer:
-    """Linears in FP8. Of 16 weights of a row one is not 0, or all are not: then sums of float16s are rounded, which takes
-    the next row's inputs to other codes here and there."""
+    """Linears in FP8. Of 16 weights of a row one is not 0, or all are not: then sums of float16s are rounded, so that
+    some inputs of the next product are rounded to other codes."""
     found = []
     for weight in layer.linears:
         rows = weight.flatten(0, -2).float()
