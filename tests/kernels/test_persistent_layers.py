@@ -36,6 +36,7 @@ SHAPES = {
     "GLM-4-9B": DecoderShape(4096, 13696, 32, 2, 128),
     "Llama-2-7B": DecoderShape(4096, 11008, 32, 32, 128),
 }
+CODES = DecoderShape(2560, 384, 4, 1, 128, weight_bytes=1)
 CODED = {f"{name} in FP8": replace(SHAPES[name], weight_bytes=1) for name in ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B")}
 
 
@@ -116,16 +117,16 @@ def test_rows_of_down(runs: Callable[[int], None], inner: int, is_cut: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_programs"),
+    ("shape", "num_programs"),
     [
-        ((512, 4224), 5),  # of down three vectors of eight, or two; scales that begin anywhere in 16 bytes
-        ((2560, 384), 11),  # vectors of 16, which five of eight warps have
+        # Of down three vectors of eight, or two; scales that begin anywhere in 16 bytes.
+        (DecoderShape(512, 4224, 4, 1, 128, weight_bytes=1), 5),
+        (CODES, 11),  # vectors of 16, which five of eight warps have
     ],
 )
-def test_codes(runs: Callable[[int], None], sizes: tuple[int, int], num_programs: int) -> None:
+def test_codes(runs: Callable[[int], None], shape: DecoderShape, num_programs: int) -> None:
     """Of FP8."""
     runs(num_programs)
-    shape = DecoderShape(*sizes, 4, 1, 128, weight_bytes=1)
     layers = random_layers(shape, 1, torch.bfloat16, DEVICE, has_bias=True)
     check(shape, make(shape, layers), layers, random_row(shape, 1, 20, torch.bfloat16, DEVICE))
 
@@ -133,9 +134,8 @@ def test_codes(runs: Callable[[int], None], sizes: tuple[int, int], num_programs
 def test_sums_of_codes(runs: Callable[[int], None]) -> None:
     """Sums of float16s are off by some 3e-4 of a row, by which some inputs are rounded to other codes."""
     runs(11)
-    shape = DecoderShape(2560, 384, 4, 1, 128, weight_bytes=1)
-    layers = random_layers(shape, 1, torch.bfloat16, DEVICE, has_bias=True, is_dense=True)
-    check(shape, make(shape, layers), layers, random_row(shape, 1, 70, torch.bfloat16, DEVICE), tolerance=4e-2)
+    layers = random_layers(CODES, 1, torch.bfloat16, DEVICE, has_bias=True, is_dense=True)
+    check(CODES, make(CODES, layers), layers, random_row(CODES, 1, 70, torch.bfloat16, DEVICE), tolerance=4e-2)
 
 
 def test_steps_follow_each_other(runs: Callable[[int], None]) -> None:
@@ -157,11 +157,13 @@ def test_same_bits(runs: Callable[[int], None]) -> None:
     assert torch.equal(first.hidden, second.hidden)
 
 
-def test_numbers_that_are_not_finite_are_seen(runs: Callable[[int], None]) -> None:
-    layers = random_layers(SMALL, 1, torch.bfloat16, DEVICE)
-    row = random_row(SMALL, 1, 30, torch.bfloat16, DEVICE)
-    row.hidden[0, 7] = float("nan")
-    run(make(SMALL, layers), row)
+@pytest.mark.parametrize(("shape", "number"), [(SMALL, float("nan")), (CODES, float("nan")), (CODES, float("-inf"))])
+def test_numbers_that_are_not_finite_are_seen(runs: Callable[[int], None], shape: DecoderShape, number: float) -> None:
+    runs(11)
+    layers = random_layers(shape, 1, torch.bfloat16, DEVICE, has_bias=True)
+    row = random_row(shape, 1, 30, torch.bfloat16, DEVICE)
+    row.hidden[0, 7] = number
+    run(make(shape, layers), row)
     assert row.hidden.isnan().all()
 
 

@@ -57,8 +57,9 @@ class RoundedProduct(Product):
         """The weight and the bias, where any kernel may multiply them by rows that it rounds in blocks; None: scales
         are others, or the product is batch-invariant."""
         blocks = self._weight.fp8_blocks
-        has_blocks = blocks is not None and self._row_group == BLOCK
-        return (blocks, self._bias) if has_blocks and not self._is_invariant else None
+        if blocks is None or self._row_group != BLOCK or self._is_invariant:
+            return None
+        return blocks, self._bias
 
     @property
     def stored_as(self) -> tuple[str, str, Numbers]:

@@ -123,8 +123,7 @@ class Experts(WeightedLayer):
     @property
     def fp8_blocks(self) -> tuple[Fp8Blocks, Fp8Blocks] | None:
         """As `dense`, of FP8: codes in its shapes, scales of the experts one after the other."""
-        found = [self._fp8_blocks_of(weight) for weight in (self._matrices.up, self._matrices.down)]
-        up, down = found
+        up, down = (self._fp8_blocks_of(weight) for weight in (self._matrices.up, self._matrices.down))
         return None if not self._are_whole or up is None or down is None else (up, down)
 
     @staticmethod
