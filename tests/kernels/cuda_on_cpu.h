@@ -132,6 +132,11 @@ template <class T> T __shfl_xor_sync(u32, T value, int lanes) {
     return found;
 }
 
+inline u32 __reduce_max_sync(u32 lanes, u32 value) {
+    for (int other = 16; other; other /= 2) value = max(value, __shfl_xor_sync(lanes, value, other));
+    return value;
+}
+
 inline float __uint_as_float(u32 bits) { float found; memcpy(&found, &bits, 4); return found; }
 inline u32 __float_as_uint(float value) { u32 found; memcpy(&found, &value, 4); return found; }
 template <class T> T __ldcg(const T* from) { return *from; }

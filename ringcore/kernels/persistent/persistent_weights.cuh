@@ -114,6 +114,24 @@ template <int COUNT> __device__ __forceinline__ void add_product(float& sum, con
     }
 }
 
+// The largest of LANES lanes that follow one another, which all of them get, of each of N numbers that are not negative. Step
+// by step for all: a shuffle would wait for the one before it.
+template <int N, int LANES> __device__ __forceinline__ void find_largest(float* numbers) {
+    if (LANES == 32) {
+#pragma unroll
+        for (int i = 0; i < N; i++) numbers[i] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(numbers[i])));
+        return;
+    }
+#pragma unroll
+    for (int lanes = LANES / 2; lanes; lanes /= 2) {
+        float others[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) others[i] = __shfl_xor_sync(~0u, numbers[i], lanes);
+#pragma unroll
+        for (int i = 0; i < N; i++) numbers[i] = fmaxf(numbers[i], others[i]);
+    }
+}
+
 // A thread's inputs of a row of PARTS parts, for weights of 16 bits.
 template <int SIZE, int PARTS> struct PlainRow {
     static constexpr int V = Share<SIZE>::V, REGISTERS = V / 2;  // the latter: of a thread's weights of a part
@@ -135,20 +153,23 @@ template <int SIZE, int PARTS> struct PlainRow {
 template <int SIZE, int PARTS> struct RoundedRow {
     static constexpr int V = Share<SIZE>::V, W = Share<SIZE>::WIDTH, VECTORS = V / W, REGISTERS = V / 4;
     static constexpr float LARGEST = 448, LEAST_SCALE = 1e-12f;  // as in round_rows.py
-    static_assert(BLOCK / W <= 32 && SIZE % BLOCK == 0);
+    static_assert(SIZE % BLOCK == 0 && BLOCK / W <= 32);
     struct Factors { float of[VECTORS]; };  // of the products of a vector
     u32 pairs[PARTS * V / 2];
     float scales[PARTS * VECTORS];
 
     __device__ __forceinline__ explicit RoundedRow(const float* x) {
+        float largest[PARTS * VECTORS];
 #pragma unroll
         for (int i = 0; i < PARTS * VECTORS; i++) {
-            float largest = 0;
+            largest[i] = fabsf(x[i * W]);
 #pragma unroll
-            for (int j = 0; j < W; j++) largest = fmaxf(largest, fabsf(x[i * W + j]));
+            for (int j = 1; j < W; j++) largest[i] = fmaxf(largest[i], fabsf(x[i * W + j]));
+        }
+        find_largest<PARTS * VECTORS, BLOCK / W>(largest);
 #pragma unroll
-            for (int lanes = BLOCK / W / 2; lanes; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-            const float scale = fmaxf(largest * (1 / LARGEST), LEAST_SCALE), inverse = __fdividef(1.f, scale);
+        for (int i = 0; i < PARTS * VECTORS; i++) {
+            const float scale = fmaxf(largest[i] * (1 / LARGEST), LEAST_SCALE), inverse = __fdividef(1.f, scale);
 #pragma unroll
             for (int j = 0; j < W; j += 2)
                 pairs[(i * W + j) / 2] = rounded_to_e4m3(x[i * W + j] * inverse, x[i * W + j + 1] * inverse);
