@@ -21,8 +21,11 @@ from benchmarks.gpu_options import (
     Deadline,
     add_engine_arguments,
     add_option_argument,
+    add_prompt_argument,
     bytes_a_number,
     gpu_specs,
+    max_model_len,
+    prompt_lengths,
 )
 from benchmarks.harness import Benchmark, EngineSpec, Fleet, Plan, interleave, note
 from benchmarks.models import PublishedModel, find_published
@@ -89,6 +92,7 @@ class Gpu(Benchmark):
         add_engine_arguments(parser)
         parser.add_argument("--what", default=",".join(WHAT), help=f"some of {','.join(WHAT)} (default: all)")
         parser.add_argument("--batches", help="decode these batches alone, e.g. 1,32 (default: as fits the model)")
+        add_prompt_argument(parser)
         parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of each stage (default: 1)")
         parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each engine (default: 1)")
         parser.add_argument(
@@ -158,7 +162,8 @@ class _Session:
             return
         plan = replace(self._plan, specs=self._specs, model=model.write(folder))
         number = bytes_a_number(self._plan.options.dtype)
-        cases = make_cases(model, self._shown(model), parts, self._ceilings, self._size, number)
+        lengths = prompt_lengths(self._plan.options)
+        cases = make_cases(model, self._shown(model), parts, self._ceilings, self._size, number, lengths)
         if not plan.options.one_by_one:
             self._measure_fleet(plan, model, cases)
             return
@@ -243,14 +248,23 @@ def _joined(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def make_cases(
-    model: PublishedModel, shown: str, parts: Sequence[str], ceilings: Ceilings, size: int, bytes_a_number: int
+    model: PublishedModel,
+    shown: str,
+    parts: Sequence[str],
+    ceilings: Ceilings,
+    size: int,
+    bytes_a_number: int,
+    prompt_tokens: Sequence[int] = (),
 ) -> list[Case]:
-    """In the order of `parts`. shown: how the cases name the model. size: devices, over all stages."""
+    """In the order of `parts`. shown: how the cases name the model. size: devices, over all stages. prompt_tokens: of
+    decodes, one after the other, in place of the batch's."""
     loads = {f"decode {load.batch}": load for load in DECODE_LOADS}
     cases = []
     for part in parts:
         if part in loads:
-            cases.append(_decode_case(shown, model, loads[part], ceilings, size, bytes_a_number))
+            for tokens in prompt_tokens or (loads[part].prompt_tokens,):
+                load = replace(loads[part], prompt_tokens=tokens)
+                cases.append(_decode_case(shown, model, load, ceilings, size, bytes_a_number))
         elif part == "prefill":
             limit = prefill_ceiling(model, ceilings, size, PREFILL_PROMPTS, PREFILL_TOKENS)
             label = f"{shown}, prefill of {PREFILL_PROMPTS} prompts of {PREFILL_TOKENS:,} tokens"
@@ -303,8 +317,8 @@ def _conditions(options: argparse.Namespace, specs: Sequence[EngineSpec]) -> lis
     )
     return [
         f"Models of the published shapes with random weights in {options.dtype}; tokens in, tokens out, past any end "
-        f"of text; max_model_len {MAX_MODEL_LEN:,}, {share:.0%} of the device's memory for each engine, all else its "
-        "default.",
+        f"of text; max_model_len {max_model_len(options):,}, {share:.0%} of the device's memory for each engine, all "
+        "else its default.",
         "A step: greedy, prompts cached, (t(n tokens) - t(1 token)) / (n - 1) by the wall clock around the call. "
         "Offline: nano-vllm's benchmark, prompts and completions of 100 to 1,024 tokens, temperature 0.6. Prefill: one "
         "token each. Shared: greedy, all at once, 20 to 300 tokens of their own after the shared ones, 8 to 128 new. "

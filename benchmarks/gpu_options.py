@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.driver import BenchmarkError
-from benchmarks.harness import EngineSpec, Plan, child_specs, note
+from benchmarks.harness import EngineSpec, Plan, child_specs, note, numbers
 from benchmarks.models import DEFAULT_MODELS, MODELS
 from ringcore.config import EngineConfig
 
@@ -20,14 +20,18 @@ __all__ = [
     "add_engine_arguments",
     "add_option_argument",
     "add_place_arguments",
+    "add_prompt_argument",
     "bytes_a_number",
     "gpu_specs",
+    "max_model_len",
+    "prompt_lengths",
     "with_deterministic",
     "with_options",
     "without_cpu_settings",
 ]
 
 MAX_MODEL_LEN = 4096
+_NEW_TOKENS = 1024  # room behind prompts whose length is asked for
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ALONE_SHARE, _BESIDE_SHARE = 0.9, 0.8  # of the device's memory: for an engine alone; for all that are loaded at once
 
@@ -66,6 +70,21 @@ def add_option_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
+    text = "of decodes, of one length after the other, in place of the batch's, e.g. 4000,36000"
+    parser.add_argument("--prompt-tokens", help=text)
+
+
+def prompt_lengths(options: argparse.Namespace) -> list[int]:
+    """Raises `BenchmarkError` for what is no length."""
+    asked = getattr(options, "prompt_tokens", None)
+    return numbers("--prompt-tokens", asked) if asked else []
+
+
+def max_model_len(options: argparse.Namespace) -> int:
+    return max([MAX_MODEL_LEN, *(length + _NEW_TOKENS for length in prompt_lengths(options))])
+
+
 def gpu_specs(
     plan: Plan,
     part: str,
@@ -79,7 +98,11 @@ def gpu_specs(
     `are_together`: whether all are loaded at once, and share the memory. with_option: see `with_options`.
     """
     options = plan.options
-    settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "max_model_len": MAX_MODEL_LEN}
+    settings: dict[str, Any] = {
+        "device": options.device,
+        "dtype": options.dtype,
+        "max_model_len": max_model_len(options),
+    }
     specs = _by_impl(child_specs(plan.specs, part, "child for the GPU benchmarks", settings), options.model_impl)
     if options.deterministic:
         specs = with_deterministic(specs)

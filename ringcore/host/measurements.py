@@ -83,6 +83,10 @@ class Measurements:
         self._folder.mkdir(parents=True, exist_ok=True)
         _write(self._path(key), {"key": dict(key), what: content})
 
+    def exists(self, key: Mapping[str, str]) -> bool:
+        """Whether there is a file for `key`, whatever it holds."""
+        return self._path(key).exists()
+
     def can_record(self) -> bool:
         """Whether the folder can be written."""
         try:

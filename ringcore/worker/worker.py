@@ -98,7 +98,7 @@ class Worker(TracedWorker):
     @rpc(scope="engine")
     def load_model(self) -> dict[str, float]:
         """-> "weights_bytes", and seconds: "build_s", then two concurrent jobs: "weights_s", and "kernels_s" (kernel
-        warm-up, which may begin before the build) where the device has kernels. Raises `ModelLoadError`."""
+        warm-up, which begins before the build) where the device has kernels. Raises `ModelLoadError`."""
         platform, tp = _require(self._platform, "init_device"), _require(self._tp, "init_device")
         kernels = _compile_kernels(self.config, platform, tp, self.rank)
         try:

@@ -320,6 +320,15 @@ def test_stages_have_devices_of_their_own(fake: str) -> None:
     assert next(iter(samples_of(findings))) == "tiny on 6 devices in 3 stages, batch 1 (16 in, 8 out), a step, ms"
 
 
+def test_prompts_of_lengths_that_are_asked_for(fake: str) -> None:
+    findings = run(Gpu, specs_of(fake, ""), *CPU, "--what=decode", "--batches=1", "--prompt-tokens=20,5000")
+    steps = [name for name in samples_of(findings) if name.endswith("a step, ms")]
+    assert steps == ["tiny, batch 1 (20 in, 8 out), a step, ms", "tiny, batch 1 (5,000 in, 8 out), a step, ms"]
+    assert findings.engines["ringcore"]["settings"]["max_model_len"] == 6024
+    with pytest.raises(BenchmarkError, match="--prompt-tokens 5,0: give numbers of at least 1"):
+        run(Gpu, specs_of(fake, ""), *CPU, "--prompt-tokens=5,0")
+
+
 def test_two_engines_share_the_device(fake: str) -> None:
     findings = run(Gpu, specs_of(fake, "", ""), *CPU[:-2], "--what=decode", "--batches=1")
     assert findings.engines["ringcore"]["settings"]["memory_share"] == 0.4

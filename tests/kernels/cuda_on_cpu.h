@@ -57,7 +57,7 @@ struct Pointer {
 struct Barrier { int expected, pending; long bytes; u32 phase; };
 struct Meeting { int arrived, round; };
 struct Copy { Tensor tensor; int at[4]; u32 to, barrier; const void* bytes; u32 num_bytes; };
-struct Store { u32* to; u32 word; };
+struct Store { void* to; u64 word; u32 num_bytes; };
 
 struct Fiber {
     ucontext_t start;
@@ -123,14 +123,17 @@ template <int COUNT> void arrive_threads(int barrier) {
     }
 }
 
-template <class T> T __shfl_xor_sync(u32, T value, int lanes) {
+template <class T> T value_of_thread(T value, u32 thread) {
     memcpy(&mine.of_lanes[current][0], &value, sizeof(T));
     __syncwarp();
     T found;
-    memcpy(&found, &mine.of_lanes[current ^ lanes][0], sizeof(T));
+    memcpy(&found, &mine.of_lanes[thread][0], sizeof(T));
     __syncwarp();
     return found;
 }
+
+template <class T> T __shfl_xor_sync(u32, T value, int lanes) { return value_of_thread(value, current ^ lanes); }
+template <class T> T __shfl_sync(u32, T value, int lane) { return value_of_thread(value, (current & ~31u) + lane); }
 
 inline u32 __reduce_max_sync(u32 lanes, u32 value) {
     for (int other = 16; other; other /= 2) value = max(value, __shfl_xor_sync(lanes, value, other));
@@ -234,7 +237,7 @@ inline void land(const Copy& copy) {
     end_phase(barrier);
 }
 
-inline void land(const Store& store) { *store.to = store.word; }
+inline void land(const Store& store) { memcpy(store.to, &store.word, store.num_bytes); }
 
 template <class T> void land_one(std::vector<T>& waiting) {
     const u32 landed = randomness() % waiting.size();
@@ -244,11 +247,16 @@ template <class T> void land_one(std::vector<T>& waiting) {
 }
 
 // Stores do not land in order, nor before a counter that is added to later.
-inline void store_past_l1(u32* to, u32 word) {
-    stores.push_back({to, word});
+template <class T> void store_past_l1(T* to, T word) {
+    stores.push_back({to, word, sizeof(T)});
     if (randomness() % 64 == 0) return;  // as a rule all is there soon
     land(stores.back());
     stores.pop_back();
+}
+
+inline u64 load_past_l1(const u64* from) {
+    if (randomness() % 64 == 0) pause();
+    return *from;
 }
 
 template <int WIDTH> void load_past_l1(u32* words, const u32* from) {
@@ -328,6 +336,39 @@ inline float nearest_e4m3(float value) {
 
 inline u32 rounded_to_e4m3(float first, float second) {
     return pair_of(nearest_e4m3(first) * E4M3_UNIT, nearest_e4m3(second) * E4M3_UNIT);
+}
+
+inline void fence_copies() {}
+
+inline void load_transposed(u32* pairs, u32 row) {
+    mine.of_lanes[current][0] = row;
+    __syncwarp();
+    const u32 warp = current & ~31u, lane = current & 31;
+    for (u32 i = 0; i < 4; i++) {
+        u16 both[2];
+        for (u32 j = 0; j < 2; j++)
+            memcpy(both + j, shared + mine.of_lanes[warp + 8 * i + lane % 4 * 2 + j][0] + lane / 4 * 2, 2);
+        pairs[i] = both[0] | (u32)both[1] << 16;
+    }
+    __syncwarp();
+}
+
+inline float from_16_bits(u16 bits, int type) { return type == 0 ? __uint_as_float((u32)bits << 16) : from_float16(bits); }
+
+// Lane 4 g + t has of the first matrix rows g and g + 8, of the second column g, and of the sums columns 2 t and 2 t + 1.
+inline void multiply_16_bits(float* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second, int type) {
+    const u64 own[6] = {a, b, c, d, first, second};
+    memcpy(mine.of_lanes[current], own, sizeof own);
+    __syncwarp();
+    const u32 warp = current & ~31u, group = current >> 2 & 7, part = current & 3;
+    for (int i = 0; i < 4; i++)
+        for (u32 k = 0; k < 8; k++) {
+            const u64* row = mine.of_lanes[warp + 4 * group + k / 2];
+            const u64* column = mine.of_lanes[warp + 4 * (2 * part + i % 2) + k / 2];
+            for (int half = 0; half < 2; half++)
+                sums[i] += from_16_bits(row[i / 2 + 2 * half] >> k % 2 * 16, type) * from_16_bits(column[4 + half] >> k % 2 * 16, type);
+        }
+    __syncwarp();
 }
 
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }

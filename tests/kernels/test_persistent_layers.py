@@ -53,7 +53,12 @@ def _no_tiles_are_left() -> None:
 
 @pytest.mark.parametrize(
     ("length", "is_small"),
-    [*((length, False) for length in (0, 1, 63, 64, 65, 300, 1100)), (1, True), (65, True), (300, True)],
+    [
+        *((length, False) for length in (0, 1, 63, 64, 65, 300, 1023, 1024, 1100, 1700)),
+        (1, True),
+        (65, True),
+        (300, True),
+    ],
 )
 def test_lengths(runs: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, length: int, is_small: bool) -> None:
     """Of a context that is empty, within a tile, of one split, of a tile for some splits, and of several for all."""

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from test_precompile import run
 from ringcore import EngineConfig
 from ringcore.attention.backends.torch_sdpa import TorchSdpaBackend
 from ringcore.distributed.parallel import SingleRank
+from ringcore.errors import ModelLoadError
 from ringcore.kernels import rms_norm
 from ringcore.kernels.launch.precompile import KernelCompiler, Variant
 from ringcore.kernels.logits import sampling
@@ -326,7 +328,11 @@ class _Starts:
     def __enter__(self) -> Self:
         return self
 
+    def finish(self) -> None:
+        """As long as compiling takes."""
+
     def __exit__(self, *exc: object) -> None:
+        self.finish()
         self.failures -= 1
         if self.failures >= 0:
             self.compiled.clear()
@@ -361,16 +367,38 @@ def test_a_later_start_finds_nothing_again(tiny_llama, starts, cache, caplog, mo
     assert "3 kernels listed, loaded in" in caplog.text
 
 
-def test_listed_kernels_are_loaded_before_there_is_a_model(tiny_llama, starts, cache, caplog):
+def test_kernels_are_found_or_loaded_before_there_is_a_model(tiny_llama, starts, cache, caplog):
     """Also where there will be none, which is told elsewhere."""
     config = config_of(tiny_llama[0])
-    assert starts.of(config) == COLD
-    starts.events.clear()
-    assert KernelWarmUp(config, CpuPlatform(), SingleRank()).finish() > 0
-    assert starts.events == WARM
-    starts.events.clear()
-    assert KernelWarmUp(config_of(tiny_llama[0], max_num_seqs=3), CpuPlatform(), SingleRank()).finish() > 0
-    assert starts.events == []
+    for done in (COLD, WARM):
+        starts.events.clear()
+        assert KernelWarmUp(config, CpuPlatform(), SingleRank()).finish() > 0
+        assert starts.events == done
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_model_is_built_when_kernels_are_found_or_listed(tiny_llama, starts, cache, monkeypatch, is_listed):
+    """Not when they are compiled."""
+    config, may_compile = config_of(tiny_llama[0]), threading.Event()
+    if is_listed:
+        assert starts.of(config) == COLD
+        starts.events.clear()
+    monkeypatch.setattr(starts, "finish", lambda: may_compile.wait(60))
+    kernels = KernelWarmUp(config, CpuPlatform(), SingleRank())
+    assert starts.events == ([] if is_listed else ["found"])
+    may_compile.set()
+    kernels.finish()
+    assert starts.events == (WARM if is_listed else COLD)
+
+
+def test_a_model_that_cannot_be_built_is_told_once(tiny_llama, cache, caplog, monkeypatch):
+    def fail(*arguments):
+        raise ModelLoadError("no such model")
+
+    monkeypatch.setattr(kernel_warm_up, "FewLayers", SimpleNamespace(of=fail))
+    kernels = KernelWarmUp(config_of(tiny_llama[0]), CpuPlatform(), SingleRank())
+    kernels.finish()
     assert not caplog.records
 
 

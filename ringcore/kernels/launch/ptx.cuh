@@ -95,6 +95,12 @@ __device__ __forceinline__ void store_past_l1(u32* to, u32 word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(to), "r"(word) : "memory");
 }
 
+__device__ __forceinline__ void store_past_l1(u64* to, u64 word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ u64 load_past_l1(const u64* from) { return load_counter(from); }
+
 template <int WIDTH> __device__ __forceinline__ void load_past_l1(u32* words, const u32* from) {
     if constexpr (WIDTH > 4) {
         load_past_l1<WIDTH / 2>(words, from);
@@ -134,6 +140,30 @@ __device__ __forceinline__ void store_4(u32 address, u32 value) {
 __device__ __forceinline__ void store_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// What was stored to shared memory is there before what is copied to it later.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four matrices of eight rows of eight numbers of 16 bits, transposed. `row`: of the lane, row lane % 8 of matrix lane / 8. A
+// lane gets of each matrix column lane / 4 of rows lane % 4 * 2 and the next one.
+__device__ __forceinline__ void load_transposed(u32* pairs, u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3]) : "r"(row) : "memory");
+}
+
+// sums += first matrix [16, 16] times second matrix [16, 8], of bfloat16 or float16.
+__device__ __forceinline__ void multiply_16_bits(
+    float* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second, int type
+) {
+    if (type == 0)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a), "r"(b), "r"(c), "r"(d), "r"(first), "r"(second));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a), "r"(b), "r"(c), "r"(d), "r"(first), "r"(second));
 }
 
 // sums += first matrix [16, 32], unsigned bytes, times second matrix [32, 8], signed bytes.

@@ -20,13 +20,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         give_registers<40>();
         if (threadIdx.x != THREADS) return;
         Producer producer{program.base};
-        Split::Pages pages;
+        copy_product<QKV>(producer, layers.at[0]);
+        wait_for_dependencies();
+        SplitCopies keys_and_values{Split(Context(seq_len, block_table))};
 #pragma unroll 1
         for (int i = 0; i < num_layers; i++) {
             const Layer& layer = layers.at[i];
-            copy_product<QKV>(producer, layer);
-            if (i == 0) wait_for_dependencies();
-            Split(seq_len, block_table).copy_tiles(producer, layer.kv_cache, pages);
+            if (i) copy_product<QKV>(producer, layer);
+            keys_and_values.copy(producer, layer.kv_cache);
             copy_product<OUT>(producer, layer);
             Mlp::copy_weights(producer, layer, i);
         }
@@ -41,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
     normed.load_gains(layers.at[0].gains[0]);
     wait_for_dependencies();
     program.begin();
-    Attention attention(program, attended, Split(seq_len, block_table), cos_sin, scale, head_eps);
+    const Attention attention(program, attended, Split(Context(seq_len, block_table)), cos_sin, scale, head_eps);
+    const Split& split = attention.split;
     const int thread = threadIdx.x, own = output_of<DOWN>(thread);  // its number of the residual stream
     const bool has_own = thread < num_units<DOWN>() * OF[DOWN].unit_rows;
     float residual = has_own ? __ldcg(hidden + own) : 0;
@@ -57,8 +59,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         });
         program.waits_for_row();  // without a barrier: few programs read q, k and v, until all tags are right
         normed.load_gains(layer.gains[1]);
-        attention.attend(program, ring, layer.kv_cache, layer.head_gains, tag);
-        if (attention.split.num_splits > 1) {
+        if (split.is_live) {
+            if (split.context.is_long()) LongAttention(attention).attend(program, ring, layer.kv_cache, layer.head_gains, tag);
+            else ShortAttention(attention).attend(program, ring, layer.kv_cache, layer.head_gains, tag);
+        }
+        if (split.num_splits > 1) {
             program.arrive_at_grid();
             program.wait_for_grid();
             attention.combine(program, tag);

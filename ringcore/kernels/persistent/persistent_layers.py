@@ -54,7 +54,7 @@ __all__ = [
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HERE = Path(__file__)
-_PARTS = "program", "ring", "split", "attention", "weights", "products"
+_PARTS = "program", "ring", "split", "heads", "attention", "long_attention", "weights", "products"
 MAX_LAYERS = 128
 _HEADERS = (
     NUMBERS,
@@ -137,7 +137,7 @@ class PersistentLayers:
         self._contents: dict[int, str] = {}  # by block size
         words = shape.hidden_size + shape.num_gated + shape.num_experts + self._heads
         words += self._heads + 2 * shape.num_kv_heads * shape.head_size
-        words += tiles.max_splits * (self._heads + shape.num_heads)
+        words += 2 * max(tiles.max_splits, tiles.max_long_splits) * (self._heads + shape.num_heads)
         device = layers[0].qkv.device
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._exchanged = torch.zeros(words, dtype=torch.int32, device=device)
@@ -193,6 +193,9 @@ class PersistentLayers:
             "GROUP": tiles.group,
             "MAX_SPLITS": tiles.max_splits,
             "MAX_TILES_OF_ONE": tiles.max_tiles_of_one,
+            "LONG_CONTEXT": tiles.long_context,
+            "LONG_GROUP": tiles.long_group,
+            "MAX_LONG_SPLITS": tiles.max_long_splits,
             "PRODUCTS": ",".join(f"{{{','.join(map(str, numbers))}}}" for numbers in products),
             "SLOT_BYTES": tiles.slot_bytes,
             "NUM_SLOTS": tiles.num_slots,

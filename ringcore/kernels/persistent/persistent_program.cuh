@@ -100,6 +100,14 @@ struct Program {
         store_past_l1(to, (is_late() ? NOT_A_NUMBER : __float_as_uint(value) & ~15u) | (tag & 15));
     }
 
+    // A number with a whole tag, for a place that is not written in every layer.
+    __device__ __forceinline__ void store_with_tag(u64* to, float value, u32 tag) const {
+        store_past_l1(to, (u64)tag << 32 | (is_late() ? NOT_A_NUMBER : __float_as_uint(value)));
+    }
+
+    static __device__ __forceinline__ u32 differs(u64 pair, u32 tag) { return (u32)(pair >> 32) != tag; }
+    static __device__ __forceinline__ float number_with_tag(u64 pair) { return __uint_as_float((u32)pair); }
+
     // COUNT vectors of WIDTH words, `stride` words apart. Returns bits of which the lowest four are 0 if all have the tag.
     template <int COUNT, int WIDTH> static __device__ __forceinline__ u32 load(u32* words, const u32* from, int stride, u32 tag) {
         u32 differs = 0;

@@ -10,13 +10,13 @@ struct Producer {
     u64 policy = read_once();
     int slot = 0, landing = 0, num_issued = 0, num_landed = 0;
 
-    // The next slot, for so many bytes, which may be none.
-    __device__ __forceinline__ void begin(int num_bytes) {
+    // The next slot, for so many bytes, which may be none. slots: that are on their way at most; 0: as said above.
+    __device__ __forceinline__ void begin(int num_bytes, int slots = 0) {
         const u32 full = base + BARRIERS_AT, empty = full + 8 * NUM_SLOTS;
         if (num_issued >= NUM_SLOTS) wait_for(empty + 8 * slot, parity);
-        const int window = load_4(base + IS_WAITING_AT) ? EARLY_WINDOW : WINDOW;
+        const int window = slots ? slots : load_4(base + IS_WAITING_AT) ? EARLY_WINDOW : WINDOW;
         for (; num_issued - num_landed >= window; num_landed++) {
-            wait_for(full + 8 * landing, landing_parity);
+            if (window < NUM_SLOTS) wait_for(full + 8 * landing, landing_parity);  // else it has been emptied since
             if (++landing == NUM_SLOTS) { landing = 0; landing_parity ^= 1; }
         }
         arrive_and_expect(full + 8 * slot, num_bytes);

@@ -1,80 +1,114 @@
 // The split of the context that a program of persistent_layers.cu has, and how its keys and values get to the ring.
 //
-// Macros: NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, GROUP, BLOCK_SIZE, MAX_SPLITS and MAX_TILES_OF_ONE.
+// Macros: NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, GROUP, LONG_GROUP, MAX_SPLITS, MAX_LONG_SPLITS, MAX_TILES_OF_ONE
+// and LONG_CONTEXT.
 
 constexpr int OUT_SIZE = NUM_HEADS * HEAD_SIZE, KV_SIZE = NUM_KV_HEADS * HEAD_SIZE, QKV_SIZE = OUT_SIZE + 2 * KV_SIZE;
-constexpr int NUM_GROUPS = NUM_HEADS / GROUP, GROUPS_OF_KV = NUM_GROUPS / NUM_KV_HEADS;  // a program has a group of query heads
+constexpr int VALUES = KV_SIZE * BLOCK_SIZE;  // of a page of the cache, from a key to its value
 
+// A slot of the ring has keys and values of SLOT_TOKENS tokens, and is copied by pieces of a page.
+constexpr int ROOM = SLOT_BYTES / (4 * HEAD_SIZE), SLOT_TOKENS = ROOM >= 64 ? 64 : ROOM >= 32 ? 32 : 16;
+constexpr int SLOT_VALUES_AT = 2 * SLOT_TOKENS * HEAD_SIZE;
 __host__ __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
+constexpr int PIECE = greatest_common_divisor(SLOT_TOKENS, BLOCK_SIZE), PIECES = SLOT_TOKENS / PIECE;
+static_assert(ROOM >= SLOT_TOKENS);
 
-// Split-KV: a program has GROUP query heads of a KV head, and a split of the context, which is tiles of TILE tokens, or
-// none. A short context is one split: to merge several takes as long as some more tiles.
-struct Split {
-    static constexpr int WARP_TOKENS = 8, TILE = WARP_TOKENS * NUM_WARPS;
-    static constexpr int ROOM = SLOT_BYTES / (4 * HEAD_SIZE);  // tokens
-    static constexpr int SLOT_TOKENS = ROOM >= TILE ? TILE : ROOM >= TILE / 2 ? TILE / 2 : TILE / 4;
-    static constexpr int TILE_SLOTS = TILE / SLOT_TOKENS, VALUES_AT = 2 * SLOT_TOKENS * HEAD_SIZE;  // in a slot
-    static constexpr int PIECE = greatest_common_divisor(SLOT_TOKENS, BLOCK_SIZE);                  // tokens of a copy
-    static_assert(ROOM >= SLOT_TOKENS && TILE_SLOTS <= NUM_SLOTS);
-
+// The tokens of the row, with that of this step, which is not in the cache yet.
+struct Context {
     const int* const block_table;
-    const int length, num_tiles, num_splits, group, index;
-    const bool is_live;    // of a context without tokens one split of a group is, without tiles
-    const int first, end;  // tiles
+    const int length;
 
-    __device__ __forceinline__ Split(const int* seq_len, const int* block_table)
-        : block_table(block_table), length(__ldcg(seq_len)), num_tiles((length + TILE - 1) / TILE),
-          num_splits(num_tiles <= MAX_TILES_OF_ONE ? 1 : min(num_tiles, MAX_SPLITS)), group(blockIdx.x % NUM_GROUPS),
-          index(blockIdx.x / NUM_GROUPS),
-          is_live(index < num_splits), first(is_live ? index * num_tiles / num_splits : 0),
-          end(is_live ? (index + 1) * num_tiles / num_splits : 0) {}
+    __device__ __forceinline__ Context(const int* seq_len, const int* block_table)
+        : block_table(block_table), length(__ldcg(seq_len)) {}
 
-    __device__ __forceinline__ int kv_head() const { return group / GROUPS_OF_KV; }
+    __device__ __forceinline__ bool is_long() const { return length >= LONG_CONTEXT; }
 
-    // In a layer's cache; that of the value is VALUES numbers after it.
-    static constexpr int VALUES = KV_SIZE * BLOCK_SIZE;
+    // By the L1 cache: the thread that copies would wait for the L2 cache at each slot.
+    __device__ __forceinline__ int page_of(int token) const { return block_table[token / BLOCK_SIZE]; }
 
-    __device__ __forceinline__ size_t place_of_key(int page, int token) const {
-        return (size_t)page * (2 * VALUES) + (kv_head() * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_SIZE;
+    static __device__ __forceinline__ size_t place_of_key(int kv_head, int page, int token) {
+        return (size_t)page * (2 * VALUES) + (kv_head * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_SIZE;
+    }
+};
+
+// How a context is split: a program has HEADS query heads of a KV head and tiles of TILE tokens. A context of at most
+// TILES_OF_ONE is one split: to merge several takes as long as some more tiles.
+template <int HEADS_, int WARP_TOKENS_, int MOST_, int TILES_OF_ONE_> struct SplitTiles {
+    static constexpr int HEADS = HEADS_, WARP_TOKENS = WARP_TOKENS_, TILE = WARP_TOKENS * NUM_WARPS, MOST = MOST_;
+    static constexpr int TILES_OF_ONE = TILES_OF_ONE_, NUM_GROUPS = NUM_HEADS / HEADS, TILE_SLOTS = TILE / SLOT_TOKENS;
+    static_assert(TILE_SLOTS <= NUM_SLOTS && MOST * NUM_GROUPS <= NUM_PROGRAMS);
+};
+
+using ShortTiles = SplitTiles<GROUP, 8, MAX_SPLITS, MAX_TILES_OF_ONE>;
+using LongTiles = SplitTiles<LONG_GROUP, 16, MAX_LONG_SPLITS, 0>;
+
+// Split-KV: the split of a program, or none.
+struct Split {
+    const Context context;
+    int num_splits, index, first_head, kv_head, first, end;  // the latter two are tiles
+    bool is_live;       // of a context without tokens one split of a group is, without tiles
+    bool writes_cache;  // one program of those that have the last token
+
+    __device__ __forceinline__ Split(const Context& context) : context(context) {
+        if (context.is_long()) take<LongTiles>();
+        else take<ShortTiles>();
     }
 
-    __device__ __forceinline__ int page_of(int token) const { return __ldcg(block_table + token / BLOCK_SIZE); }
+    template <class Tiles> __device__ __forceinline__ void take() {
+        constexpr int GROUPS = Tiles::NUM_GROUPS, GROUPS_OF_KV = GROUPS / NUM_KV_HEADS;
+        const int num_tiles = (context.length + Tiles::TILE - 1) / Tiles::TILE, group = blockIdx.x % GROUPS;
+        num_splits = num_tiles <= Tiles::TILES_OF_ONE ? 1 : min(num_tiles, Tiles::MOST);
+        index = blockIdx.x / GROUPS;
+        first_head = group * Tiles::HEADS;
+        kv_head = group / GROUPS_OF_KV;
+        is_live = index < num_splits;
+        first = is_live ? index * num_tiles / num_splits : 0;
+        end = is_live ? (index + 1) * num_tiles / num_splits : 0;
+        writes_cache = end == num_tiles && group % GROUPS_OF_KV == 0 && context.length;
+    }
+};
 
-    // Pages of a tile's pieces. Those of the first tile are kept from layer to layer.
-    struct Pages {
-        int tile = -1, of_pieces[TILE / PIECE];
+// How the thread that copies puts keys and values of a split to the ring.
+struct SplitCopies {
+    const Context context;
+    int kv_head, first, end, pages[PIECES];  // tokens; pages of the first slot's pieces
 
-        __device__ __forceinline__ void load(const Split& split, int of_tile) {
-            if (tile == of_tile) return;
-            tile = of_tile;
+    __device__ __forceinline__ SplitCopies(const Split& split) : context(split.context), kv_head(split.kv_head) {
+        const int tile = context.is_long() ? LongTiles::TILE : ShortTiles::TILE;
+        first = split.first * tile;
+        end = split.end * tile;
+        load_pages(pages, first);
+    }
+
+    __device__ __forceinline__ void load_pages(int* of_pieces, int start) const {
 #pragma unroll
-            for (int i = 0; i < TILE / PIECE; i++) {
-                const int token = tile * TILE + i * PIECE;
-                of_pieces[i] = token + 1 < split.length ? split.page_of(token) : 0;
-            }
+        for (int i = 0; i < PIECES; i++) {
+            const int token = start + i * PIECE;
+            of_pieces[i] = token < end && token + 1 < context.length ? context.page_of(token) : 0;
         }
-    };
+    }
 
-    // What the cache has of the tiles: not the last token, which this step writes.
-    __device__ __forceinline__ void copy_tiles(Producer& producer, const u16* kv_cache, Pages& pages) const {
-        constexpr int PIECES = SLOT_TOKENS / PIECE, BYTES = 2 * PIECE * HEAD_SIZE;
+    // Not the last token, which this step writes. Pages of a slot, and of the next layer's first one, are loaded before the
+    // slot ahead of it is copied. Of a long context all slots may be on their way.
+    __device__ __forceinline__ void copy(Producer& producer, const u16* kv_cache) {
+        constexpr int BYTES = 2 * PIECE * HEAD_SIZE;
+        const int window = context.is_long() ? NUM_SLOTS : 0;
 #pragma unroll 1
-        for (int tile = first; tile < end; tile++) {
-            pages.load(*this, tile);
+        for (int start = first; start < end; start += SLOT_TOKENS) {
+            int next[PIECES];
+            load_pages(next, start + SLOT_TOKENS < end ? start + SLOT_TOKENS : first);
+            producer.begin(min(PIECES, max(0, (context.length - 2 - start + PIECE) / PIECE)) * 2 * BYTES, window);
 #pragma unroll
-            for (int slot = 0; slot < TILE_SLOTS; slot++) {
-                const int start = tile * TILE + slot * SLOT_TOKENS;
-                producer.begin(min(PIECES, max(0, (length - 2 - start + PIECE) / PIECE)) * 2 * BYTES);
-#pragma unroll
-                for (int i = 0; i < PIECES; i++) {
-                    const int token = start + i * PIECE;
-                    if (token + 1 >= length) break;
-                    const u16* const key = kv_cache + place_of_key(pages.of_pieces[slot * PIECES + i], token);
-                    producer.copy(i * BYTES, key, BYTES);
-                    producer.copy(VALUES_AT + i * BYTES, key + VALUES, BYTES);
-                }
-                producer.end();
+            for (int i = 0; i < PIECES; i++) {
+                const int token = start + i * PIECE;
+                if (token + 1 >= context.length) break;
+                const u16* const key = kv_cache + Context::place_of_key(kv_head, pages[i], token);
+                producer.copy(i * BYTES, key, BYTES);
+                producer.copy(SLOT_VALUES_AT + i * BYTES, key + VALUES, BYTES);
             }
+            producer.end();
+#pragma unroll
+            for (int i = 0; i < PIECES; i++) pages[i] = next[i];
         }
     }
 };

@@ -15,10 +15,11 @@ _MAX_SHARED_BYTES = 227 << 10  # of the one program of an SM
 _MAX_UNIT_ROWS = 8
 _WINDOW, _EARLY_WINDOW, _SMALL_WINDOW = 64 << 10, 32 << 10, 16 << 10  # bytes on their way; see the kernel
 _SLOT_BYTES = range(8 << 10, (20 << 10) + 1, 512)
-_MIN_SLOTS, _MAX_SPLITS = 4, 16
+_MIN_SLOTS, _MAX_SPLITS, _MAX_LONG_SPLITS = 4, 16, 32
 _TILE, _MAX_TILES_OF_ONE = 64, 3  # tokens; tiles of a context that is not split
 _MAX_INPUTS_OF_THREAD = 80  # in registers
-_MAX_GROUP = 8
+_MAX_GROUP, _HEADS_AT_ONCE = 8, 2  # query heads of a program; of a long context those that warps merge at once
+_LONG_CONTEXT = 512  # tokens for each query head of a KV head, from which on attention is by tensor cores
 _MAX_PARTS = 4  # of a row
 _MAX_INPUTS_OF_LANE = 80  # likewise, where a warp has whole rows
 _SMALL_LAYER = 1.2  # in rings
@@ -77,6 +78,8 @@ class PersistentTiles:
     scratch_bytes: int
     group: int  # query heads of a program
     max_splits: int
+    long_group: int  # likewise, where the context is long
+    max_long_splits: int
     routing_bytes: int = 0  # of a mixture
 
     @property
@@ -97,6 +100,11 @@ class PersistentTiles:
         return 1 if self.is_small else _MAX_TILES_OF_ONE
 
     @property
+    def long_context(self) -> int:
+        """Tokens, from which on a context is long. More heads take longer to merge."""
+        return _LONG_CONTEXT * self.long_group
+
+    @property
     def fill(self) -> float:
         """Of the bytes of the slots that a layer goes through, those with weights."""
         used = sum(of.inputs * of.outputs * of.weight_bytes for of in self.products)
@@ -112,24 +120,25 @@ def choose_persistent_tiles(shape: DecoderShape) -> PersistentTiles | None:
 
 
 def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
-    heads, group = shape.num_heads * shape.head_size, _group(shape)
+    heads, group, long_group = shape.num_heads * shape.head_size, _group(shape), _long_group(shape)
     splits = min(_MAX_SPLITS, NUM_SMS // (shape.num_heads // group))
+    long_splits = min(_MAX_LONG_SPLITS, NUM_SMS // (shape.num_heads // long_group))
     sizes = shape.hidden_size, heads
     serves = shape.head_size in (64, 128) and group <= _MAX_GROUP and splits and _serves_experts(shape)
     if not serves or any(size % (2 * _THREADS) or size > _THREADS * _MAX_INPUTS_OF_THREAD for size in sizes):
         return
     routing = 8 + 4 * shape.num_experts + 8 * shape.num_chosen + 8 if shape.num_experts else 0
-    of_attention = (
-        4 * (_NUM_WARPS + 1) * group * shape.head_size + 4 * shape.head_size + (8 * _NUM_WARPS + 4 * _TILE) * group
-    )
-    is_small = _is_small(shape)
+    of_warps = 4 * _NUM_WARPS * (shape.head_size + 2)  # sums of a head, its maximum and its total
+    of_short = group * (of_warps + 4 * shape.head_size + 4 * _TILE)
+    of_attention = 4 * shape.head_size + max(of_short, _HEADS_AT_ONCE * of_warps)
+    is_small, shares = _is_small(shape), (group, splits, long_group, long_splits)
     for slot_bytes in (size + _SCALE_ROOM * (shape.weight_bytes == 1) for size in _SLOT_BYTES):
         products = _products(shape, slot_bytes, is_small)
         if not _are_whole(shape, products):
             continue
         of_sums = max(of.rows_of_program for of in products) * _NUM_WARPS * 4
         scratch = -(-max(of_sums, of_attention, is_small * 4 * shape.hidden_size) // 16) * 16
-        tiles = PersistentTiles(products, is_small, slot_bytes, 0, scratch, group, splits, routing)
+        tiles = PersistentTiles(products, is_small, slot_bytes, 0, scratch, *shares, routing)
         num_slots = (_MAX_SHARED_BYTES - tiles.shared_bytes) // (slot_bytes + 16)
         if num_slots >= _MIN_SLOTS:
             yield replace(tiles, num_slots=num_slots)
@@ -139,6 +148,12 @@ def _group(shape: DecoderShape) -> int:
     """Few query heads, so that they take little time; their keys are read by several programs."""
     of_kv_head = shape.num_heads // shape.num_kv_heads
     return next((count for count in range(2, of_kv_head) if of_kv_head % count == 0), of_kv_head)
+
+
+def _long_group(shape: DecoderShape) -> int:
+    """As many query heads as tensor cores multiply at once, so that keys are read once."""
+    of_kv_head = shape.num_heads // shape.num_kv_heads
+    return next(count for count in range(min(_MAX_GROUP, of_kv_head), 0, -1) if of_kv_head % count == 0)
 
 
 def _is_small(shape: DecoderShape) -> bool:

@@ -48,6 +48,10 @@ class KernelList:
         facts |= _device_facts(device) | {"sources": _digest([*_sources()])}
         return cls(Path(our_cache_folder(KERNELS)), facts)
 
+    def exists(self) -> bool:
+        """Whether there is a list, which need not be one that can be read."""
+        return self._lists.exists(self._key)
+
     def read(self) -> list[Variant] | None:
         """None where there is no list, or one that does not fit the kernels that there are."""
         return self._lists.read(self._key, _WHAT, _decode)

@@ -24,6 +24,7 @@ import torch
 
 from ringcore.config import EngineConfig
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.errors import ModelLoadError
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kernels.launch.compile_processes import CompileProcesses
 from ringcore.kernels.launch.precompile import KernelCompiler, Variant, hash_compiler, intercept_launches
@@ -53,20 +54,23 @@ _log = logging.getLogger(__name__)
 class KernelWarmUp:
     """A thread that compiles the kernels of a model's steps, started by the constructor.
 
-    Kernels that an earlier start listed are loaded while the model is built. Where there is no list they are found once
-    it is built, and listed.
+    Kernels that an earlier start listed are loaded while the model is built. Where there is no list they are found
+    first, and listed: to compile them takes longer than to build the model and to read its weights.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform, tp: TensorParallel, num_local_ranks: int = 1) -> None:
-        """num_local_ranks: that share the cores of this host."""
+        """Returns when kernels are found, or are listed: the model's construction would hold up the thread, by the
+        GIL. num_local_ranks: that share the cores of this host."""
         self._config, self._platform, self._tp, self._num_local_ranks = config, platform, tp, num_local_ranks
         self._dtype = platform.resolve_dtype(config.model.dtype, config.model.spec.dtype)
         self._is_first = next(_NUMBERS) == 0
         self._free_bytes = platform.free_memory_bytes()
-        self._built: Future[BuiltModel] = Future()
+        self._may_build, self._built = threading.Event(), Future[BuiltModel]()
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="kernel warm-up", daemon=True)
         self._thread.start()
+        if not self._may_build.wait(_TIMEOUT_S):
+            _log.warning("kernels are not found after %.0f s; the model is built meanwhile", _TIMEOUT_S)
 
     def follow(self, built: BuiltModel) -> None:
         """Goes on with what needs the model, whose weights are not allocated yet."""
@@ -86,20 +90,27 @@ class KernelWarmUp:
             with ThreadPoolExecutor(2, "kernel warm-up") as pool:
                 pool.submit(hash_compiler)
                 libraries = pool.submit(lambda: set_up_libraries(self._config, self._built.result(), self._platform))
-                listed = KernelList.of(self._config, self._tp, self._dtype, self._platform.device)
-                if not self._load(listed):
-                    with taken_compilers(self._platform.device.type, self._num_local_ranks) as compilers:
-                        built = self._built.result()
-                        started = time.monotonic()
-                        self._find(listed, built.weights_bytes, compilers)
+                try:
+                    self._load_or_find()
+                finally:
+                    self._may_build.set()  # libraries wait for the model
                 libraries.result()
-        except CancelledError:
-            pass  # no model was built, for a reason that its caller is told
+        except (CancelledError, ModelLoadError):
+            pass  # no model is built, for a reason that its caller is told
         except Exception:  # only costs time: a missing kernel is compiled on its first launch
             _log.warning("kernel warm-up failed; kernels are compiled on their first launch", exc_info=True)
         finally:
             drop_compilers()
             self._seconds = time.monotonic() - started
+
+    def _load_or_find(self) -> None:
+        listed = KernelList.of(self._config, self._tp, self._dtype, self._platform.device)
+        if not listed.exists():
+            self._find(listed, beside=0)
+            return
+        self._may_build.set()
+        if not self._load(listed):
+            self._find(listed, beside=self._built.result().weights_bytes)
 
     def _load(self, listed: KernelList) -> bool:
         """Whether the kernels were listed, and are loaded."""
@@ -118,18 +129,23 @@ class KernelWarmUp:
         _log.info("%d kernels listed, loaded in %.2f s", len(variants), time.monotonic() - started)
         return True
 
-    def _find(self, listed: KernelList, weights_bytes: int, compilers: CompileProcesses | None) -> None:
-        """Each kernel is compiled from when it is found."""
-        few = FewLayers.of(self._config, self._tp, self._dtype)
-        if not has_room(few, weights_bytes, self._free_bytes):
-            _log.info("no room for kernel warm-up beside the weights; kernels are compiled on their first launch")
-            return
+    def _find(self, listed: KernelList, beside: int) -> None:
+        """Each kernel is compiled from when it is found. beside: bytes of weights that are on the device by then."""
+        with taken_compilers(self._platform.device.type, self._num_local_ranks) as compilers:
+            few = FewLayers.of(self._config, self._tp, self._dtype)
+            if has_room(few, beside, self._free_bytes):
+                self._compile(listed, few, compilers)
+            else:
+                _log.info("no room for kernel warm-up beside the weights; kernels are compiled on their first launch")
+
+    def _compile(self, listed: KernelList, few: FewLayers, compilers: CompileProcesses | None) -> None:
         started, share = time.monotonic(), (self._tp.rank, self._tp.size)
         num_threads = num_compilers(self._num_local_ranks) if compilers is None else len(compilers)
         with KernelCompiler(self._platform.device, num_threads, share, compilers) as compiler:
             variants = intercept_steps(few, self._platform, self._tp, compiler.add)
             found = time.monotonic()
             gc.collect()  # reference cycles of the dummy runner hold device memory
+            self._may_build.set()
         seconds = found - started, time.monotonic() - found
         _log.info("%d kernels found in %.2f s, all compiled %.2f s later", len(variants), *seconds)
         if self._is_first:
