@@ -185,12 +185,13 @@ def _are_whole(shape: DecoderShape, products: tuple[ProductTiles, ...]) -> bool:
 
 
 def _of_thread(size: int, weight_bytes: int) -> int:
-    """Numbers of a part of a row, as in the kernel: a thread loads four bytes or more at once."""
-    narrowest = 4 // weight_bytes
-    if size % (narrowest * _THREADS) == 0:
+    """Numbers of a part of a row, as in the kernel."""
+    if weight_bytes == 1:
+        vectors = {width: -(-size // (width * _THREADS)) for width in (16, 8, 4)}
+        return min((count * (width + 5), count * width) for width, count in vectors.items())[1]
+    if size % (2 * _THREADS) == 0:
         return size // _THREADS
-    widths = (width for width in (narrowest, 4) if size <= width * _THREADS)
-    return next(widths, -(-size // (8 * _THREADS)) * 8)
+    return next((width for width in (2, 4) if size <= width * _THREADS), -(-size // (8 * _THREADS)) * 8)
 
 
 def _products(shape: DecoderShape, slot_bytes: int, is_small: bool) -> tuple[ProductTiles, ...]:
@@ -224,7 +225,7 @@ def _of_slot(inputs: int, slot_bytes: int, weight_bytes: int) -> tuple[int, int]
     """(Parts of a row, rows of a slot.) Threads share out a part evenly where they can, else by vectors of eight."""
     room = slot_bytes - _scale_bytes(inputs, weight_bytes)
     fitting = [n for n in range(1, _MAX_PARTS + 1) if weight_bytes * inputs <= n * room]
-    even = [n for n in fitting if inputs % (4 // weight_bytes * _THREADS * n) == 0]
+    even = [n for n in fitting if inputs % (2 * _THREADS * n) == 0]
     parts = next(
         (n for n in even or fitting if inputs % (8 * n) == 0), _MAX_PARTS + 1
     )  # too many: such slots do not do

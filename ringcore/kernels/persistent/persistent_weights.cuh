@@ -153,7 +153,7 @@ template <int SIZE, int PARTS> struct PlainRow {
 template <int SIZE, int PARTS> struct RoundedRow {
     static constexpr int V = Share<SIZE>::V, W = Share<SIZE>::WIDTH, VECTORS = V / W, REGISTERS = V / 4;
     static constexpr float LARGEST = 448, LEAST_SCALE = 1e-12f;  // as in round_rows.py
-    static_assert(SIZE % BLOCK == 0 && BLOCK / W <= 32);
+    static_assert(SIZE % BLOCK == 0 && W == Share<SIZE>::OF_CODES);
     struct Factors { float of[VECTORS]; };  // of the products of a vector
     u32 pairs[PARTS * V / 2];
     float scales[PARTS * VECTORS];
