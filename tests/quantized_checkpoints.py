@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 GROUP = 32
 BLOCK = (32, 16)  # outputs, inputs
@@ -171,10 +171,12 @@ def _pack_awq(numbers: torch.Tensor) -> torch.Tensor:
     return _pack(eights.flatten(1), 8)
 
 
-def rounded_inputs(kind: str, x: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
+def rounded_inputs(
+    kind: str, x: torch.Tensor, input_scale: torch.Tensor | None, block: tuple[int, int] = BLOCK
+) -> torch.Tensor:
     """What a product of this kind sees of x [..., in]."""
     if kind == "fp8 block":
-        parts = x.split(BLOCK[1], -1)
+        parts = x.split(block[1], -1)
         return torch.cat([_dynamic(part, 448) for part in parts], -1)
     if kind == "fp8 channel":
         return _dynamic(x, 448)
@@ -212,3 +214,22 @@ def save_quantized(folder: Path, model: Any, kind: str) -> Any:
         tensors.pop("lm_head.weight", None)
     save_file(tensors, folder / "model.safetensors")
     return model
+
+
+def quantize_folder(folder: Path, block: tuple[int, int], kept: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """Rewrites a saved model with its linears in FP8 by blocks, but for those of `kept`; returns the weights that these
+    mean, by name."""
+    tensors, expanded, quantization = {}, {}, config_of("fp8 block") | {"weight_block_size": [*block]}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        matrix = name.removesuffix(".weight")
+        if matrix == name or matrix in kept or not is_quantized("fp8 block", matrix):
+            tensors[name] = tensor.clone()
+            continue
+        stored = store("fp8 block", tensor.float(), block=block)
+        tensors |= {f"{matrix}.{suffix}": part.contiguous() for suffix, part in stored.tensors.items()}
+        expanded[name] = stored.expanded
+    quantization |= {"modules_to_not_convert": [*kept]} if kept else {}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return expanded

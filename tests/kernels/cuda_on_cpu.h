@@ -135,6 +135,11 @@ template <class T> T value_of_thread(T value, u32 thread) {
 template <class T> T __shfl_xor_sync(u32, T value, int lanes) { return value_of_thread(value, current ^ lanes); }
 template <class T> T __shfl_sync(u32, T value, int lane) { return value_of_thread(value, (current & ~31u) + lane); }
 
+inline u32 __reduce_max_sync(u32 lanes, u32 value) {
+    for (int other = 16; other; other /= 2) value = max(value, __shfl_xor_sync(lanes, value, other));
+    return value;
+}
+
 inline float __uint_as_float(u32 bits) { float found; memcpy(&found, &bits, 4); return found; }
 inline u32 __float_as_uint(float value) { u32 found; memcpy(&found, &value, 4); return found; }
 template <class T> T __ldcg(const T* from) { return *from; }
@@ -295,6 +300,42 @@ inline u16 to_float16(float value) { _Float16 rounded = value; u16 found; memcpy
 inline u16 to_bfloat16(float value) {
     const u32 bits = __float_as_uint(value);
     return value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// Pairs of float16s.
+inline u32 pair_of(float first, float second) { return (u32)to_float16(second) << 16 | to_float16(first); }
+inline u32 multiply_pairs(u32 a, u32 b) { return pair_of(low_float16(a) * low_float16(b), high_float16(a) * high_float16(b)); }
+
+inline u32 add_products(u32 a, u32 b, u32 sums) {  // a sum of float32 has its bits, but where one is tiny
+    const float low = low_float16(a) * low_float16(b) + low_float16(sums);
+    return pair_of(low, high_float16(a) * high_float16(b) + high_float16(sums));
+}
+
+inline float of_e4m3(u32 code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float number = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return (code & 127) == 127 ? NAN : code & 128 ? -number : number;
+}
+
+inline uint2 numbers_of_e4m3(u32 codes) {
+    static const std::vector<u16> halves = [] {
+        std::vector<u16> found(256);
+        for (u32 code = 0; code < 256; code++) found[code] = to_float16(of_e4m3(code));
+        return found;
+    }();
+    const auto pair = [&](u32 two) { return (u32)halves[two >> 8 & 255] << 16 | halves[two & 255]; };
+    return {pair(codes), pair(codes >> 16)};
+}
+
+constexpr float E4M3_UNIT = 0.03125f;
+
+inline float nearest_e4m3(float value) {
+    const float size = min(fabsf(value), 448.f), step = ldexpf(1, max(size ? ilogbf(size) : -6, -6) - 3);
+    return value != value ? NAN : copysignf(nearbyintf(size / step) * step, value);
+}
+
+inline u32 rounded_to_e4m3(float first, float second) {
+    return pair_of(nearest_e4m3(first) * E4M3_UNIT, nearest_e4m3(second) * E4M3_UNIT);
 }
 
 inline void fence_copies() {}

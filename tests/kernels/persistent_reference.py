@@ -1,15 +1,16 @@
-"""Layers of a decoder for one row in plain torch, in float32, and random ones."""
+"""Layers of a decoder for one row in plain torch, in float32, and random ones; of FP8 by blocks too."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ringcore.kernels.linears.round_rows import round_rows_reference
 from ringcore.kernels.persistent.persistent_layers import PersistentLayer
 from ringcore.kernels.persistent.persistent_tiles import DecoderShape
 
-EPS, HEAD_EPS = 1e-6, 1e-5
+EPS, HEAD_EPS, BLOCK = 1e-6, 1e-5, 128
 
 
 @dataclass
@@ -35,7 +36,9 @@ def random_layers(
     gain_dtype: torch.dtype | None = None,
     has_bias: bool = False,
     has_head_norm: bool = True,
+    is_dense: bool = False,
 ) -> list[PersistentLayer]:
+    """is_dense: of FP8, see `_coded`."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
     hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_size
     qkv = heads + 2 * shape.num_kv_heads * shape.head_size
@@ -47,7 +50,7 @@ def random_layers(
     def gain(*sizes: int) -> torch.Tensor:
         return (1 + torch.randn(*sizes, generator=generator, device=device) * 0.1).to(gain_dtype or dtype)
 
-    return [
+    layers = [
         PersistentLayer(
             gain(hidden),
             normal(qkv, hidden, deviation=hidden**-0.5),
@@ -61,6 +64,26 @@ def random_layers(
         )
         for _ in range(num_layers)
     ]
+    return layers if shape.weight_bytes == 2 else [_coded(layer, generator, is_dense) for layer in layers]
+
+
+def _coded(layer: PersistentLayer, generator: torch.Generator | None, is_dense: bool) -> PersistentLayer:
+    """Linears in FP8. Of 16 weights of a row one is not 0, or all are not: then sums of float16s are rounded, so that
+    some inputs of the next product are rounded to other codes."""
+    found = []
+    for weight in layer.linears:
+        rows = weight.flatten(0, -2).float()
+        blocks = len(rows) // BLOCK, rows.shape[1] // BLOCK
+        scales = torch.rand(blocks, generator=generator, device=weight.device) * 0.03 + 0.01
+        if not is_dense:
+            of_16 = rows.unflatten(1, (-1, 16))
+            chosen = torch.rand(of_16.shape, generator=generator, device=weight.device).argmax(-1, keepdim=True)
+            rows = torch.zeros_like(of_16).scatter_(2, chosen, 4 * of_16.gather(2, chosen)).flatten(1)
+        codes = (rows / 0.02).to(torch.float8_e4m3fn).view(torch.uint8).view(weight.shape)
+        found.append((codes, scales))
+    qkv, out, gate_up, down = (codes for codes, _ in found)
+    scales_of = tuple(scales for _, scales in found)
+    return replace(layer, qkv=qkv, out=out, gate_up=gate_up, down=down, scales=scales_of)
 
 
 def random_row(
@@ -89,23 +112,35 @@ def run_reference(
 ) -> None:
     """Changes `row` as `PersistentLayers` does."""
     for layer, cache in zip(layers, row.kv_caches, strict=True):
-        heads = _normed(row.hidden, layer.input_gain, EPS) @ layer.qkv.float().t()
+        heads = _product(_normed(row.hidden, layer.input_gain, EPS), layer, 0)
         if layer.bias is not None:
             heads += layer.bias.float()
-        row.hidden += _attended(shape, layer, row, cache, heads) @ layer.out.float().t()
+        row.hidden += _product(_attended(shape, layer, row, cache, heads), layer, 1)
         x = _normed(row.hidden, layer.mlp_gain, EPS)
         if layer.router is None:
-            row.hidden += _mlp(x, layer.gate_up, layer.down, is_gelu)
+            row.hidden += _mlp(x, layer, is_gelu)
             continue
         for expert, weight in zip(*_routed(shape, layer.router, x, normalises), strict=True):
-            row.hidden += weight * _mlp(x, layer.gate_up[expert], layer.down[expert], is_gelu)
+            row.hidden += weight * _mlp(x, layer, is_gelu, expert)
 
 
-def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, is_gelu: bool) -> torch.Tensor:
-    gate, up = (x @ gate_up.float().t()).chunk(2, 1)
+def _product(x: torch.Tensor, layer: PersistentLayer, index: int, expert: int | None = None) -> torch.Tensor:
+    """x: [1, inputs]. index: of the linear."""
+    weight = layer.linears[index] if expert is None else layer.linears[index][expert]
+    if not layer.scales:
+        return x @ weight.float().t()
+    scales = layer.scales[index].view(-1, weight.shape[0] // BLOCK, weight.shape[1] // BLOCK)[expert or 0]
+    codes = weight.view(torch.float8_e4m3fn).float().view(scales.shape[0], BLOCK, scales.shape[1], BLOCK)
+    rounded = round_rows_reference(x, BLOCK)
+    rows = (rounded.codes.float().view(-1, BLOCK) * rounded.scales.view(-1, 1)).flatten()
+    return rows[None] @ (codes * scales[:, None, :, None]).view(weight.shape).t()
+
+
+def _mlp(x: torch.Tensor, layer: PersistentLayer, is_gelu: bool, expert: int | None = None) -> torch.Tensor:
+    gate, up = _product(x, layer, 2, expert).chunk(2, 1)
     functional = torch.nn.functional
     gated = (functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)) * up
-    return gated @ down.float().t()
+    return _product(gated, layer, 3, expert)
 
 
 def _routed(

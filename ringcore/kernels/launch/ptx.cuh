@@ -102,9 +102,9 @@ __device__ __forceinline__ void store_past_l1(u64* to, u64 word) {
 __device__ __forceinline__ u64 load_past_l1(const u64* from) { return load_counter(from); }
 
 template <int WIDTH> __device__ __forceinline__ void load_past_l1(u32* words, const u32* from) {
-    if (WIDTH == 8) {
-        load_past_l1<4>(words, from);
-        load_past_l1<4>(words + 4, from + 4);
+    if constexpr (WIDTH > 4) {
+        load_past_l1<WIDTH / 2>(words, from);
+        load_past_l1<WIDTH / 2>(words + WIDTH / 2, from + WIDTH / 2);
     } else if (WIDTH == 4)
         asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(from) : "memory");
@@ -183,6 +183,38 @@ __device__ __forceinline__ float low_float16(u32 pair) {
 __device__ __forceinline__ float high_float16(u32 pair) {
     float found;
     asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high; }" : "=f"(found) : "r"(pair));
+    return found;
+}
+
+// Pairs of float16s.
+__device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
+    u32 found;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+    return found;
+}
+
+__device__ __forceinline__ u32 add_products(u32 a, u32 b, u32 sums) {
+    u32 found;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(sums));
+    return found;
+}
+
+// Codes of float8_e4m3fn as pairs of float16s: the first two of four, and the others.
+__device__ __forceinline__ uint2 numbers_of_e4m3(u32 codes) {
+    uint2 found;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(found.x), "=r"(found.y) : "r"(codes));
+    return found;
+}
+
+// The nearest numbers of e4m3 times E4M3_UNIT, as a pair of float16s: eight products of these and other such numbers, which
+// are at most 448, are less than the largest float16.
+constexpr float E4M3_UNIT = 0.03125f;
+
+__device__ __forceinline__ u32 rounded_to_e4m3(float first, float second) {
+    u32 found;
+    asm("{ .reg .b16 codes; .reg .b32 unit; mov.b32 unit, 0x28002800; cvt.rn.satfinite.e4m3x2.f32 codes, %2, %1;"
+        " cvt.rn.f16x2.e4m3x2 %0, codes; mul.rn.f16x2 %0, %0, unit; }" : "=r"(found) : "f"(first), "f"(second));
     return found;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from ringcore.kernels.linears.skinny_tiles import Config, DotConfig
 from ringcore.kernels.linears.skinny_times import BYTE_NUMBERS, DENSE_NUMBERS, E2M1_NUMBERS, NIBBLE_NUMBERS, Numbers
 
 __all__ = [
+    "BLOCK",
     "BYTES_FP8",
     "BYTES_INT8",
     "BYTES_UINT8",
@@ -23,6 +25,7 @@ __all__ = [
     "NIBBLE_CHUNK",
     "TILE_OUTPUTS",
     "TILE_WORDS",
+    "Fp8Blocks",
     "PackedWeight",
     "stored_as",
 ]
@@ -32,7 +35,16 @@ TILE_OUTPUTS, TILE_WORDS = 64, 16  # of a tile of nibbles
 # Where the bits of four e2m1 numbers lie in a word of 16: of each its sign, two of exponent, mantissa.
 E2M1_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (10, 14, 13, 11))
 MAX_E2M1_EXPONENT = 191  # of a scale, biased: 2^64, the largest of which the product with 2^63 is a bfloat16
+BLOCK = 128  # outputs, and inputs, that share a scale
 DENSE, BYTES_FP8, BYTES_INT8, BYTES_UINT8, NIBBLES, NIBBLES_E2M1 = range(6)
+
+
+class Fp8Blocks(NamedTuple):
+    """A weight of whole blocks, each with a scale; both tensors are contiguous."""
+
+    codes: torch.Tensor  # [num_outputs, num_inputs] uint8, of float8_e4m3fn
+    scales: torch.Tensor  # [num_outputs / BLOCK, num_inputs / BLOCK] float32
+    dtype: torch.dtype  # of the inputs and the product
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,18 @@ class PackedWeight:
         in_groups = self.scales.shape[1] == 1 or (self.group_size % chunk == 0 and self.group_offset % chunk == 0)
         has_places = self.codes.data_ptr() % 4 == 0 and self.codes.nbytes < 4 << 31
         return self.form != NIBBLES_E2M1 and self.index is None and are_words and has_places and in_groups
+
+    @property
+    def fp8_blocks(self) -> Fp8Blocks | None:
+        """None: it is stored otherwise."""
+        in_blocks = self.form == BYTES_FP8 and self.group_size == self.scale_run == BLOCK and self.group_offset == 0
+        of_blocks = tuple(size // BLOCK for size in self.shape)
+        are_whole = all(size % BLOCK == 0 for size in self.shape) and tuple(self.scales.shape) == of_blocks
+        are_plain = self.index is None and not self.has_zeros and self.scales.dtype == torch.float32
+        if not in_blocks or not are_whole or not are_plain:
+            return None
+        are_contiguous = self.codes.is_contiguous() and self.scales.is_contiguous()
+        return Fp8Blocks(self.codes, self.scales, self.dtype) if are_contiguous else None
 
     def shared_scale_bytes(self, num_outputs: int) -> int:
         """Of the row of scales that so many outputs share, from a multiple on; 0 where they have several, or where a

@@ -16,16 +16,16 @@ struct Mlp {
 
     // The experts' are copied once they are chosen. index: of the layer.
     static __device__ __forceinline__ void copy_weights(Producer& producer, const Layer& layer, int index) {
-        copy_product<ROUTER>(producer, layer.weights[ROUTER]);
+        copy_product<ROUTER>(producer, layer);
         wait_for(producer.base + CHOICE_AT, index & 1);
-        copy_gate_up(producer, layer.weights[GATE_UP]);
-        copy_down(producer, layer.weights[DOWN]);
+        copy_gate_up(producer, layer);
+        copy_down(producer, layer);
     }
 
     static __device__ __forceinline__ size_t chosen(u32 base, int rank) { return load_4(base + CHOSEN_AT + 4 * rank); }
 
-    // weights: [NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN]. A unit is of one expert.
-    static __device__ __forceinline__ void copy_gate_up(Producer& producer, const u16* weights) {
+    // Weights: [NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN]. A unit is of one expert.
+    static __device__ __forceinline__ void copy_gate_up(Producer& producer, const Layer& layer) {
         constexpr int ROWS = OF[GATE_UP].slot_rows, UNIT = OF[GATE_UP].unit_rows, HALF = UNIT / 2;
         constexpr int UNITS = INTERMEDIATE / HALF;
         static_assert(INTERMEDIATE % HALF == 0 && HALF % ROWS == 0 && OF[GATE_UP].parts == 1);
@@ -33,13 +33,15 @@ struct Mlp {
         for (int unit = first_unit<GATE_UP>(); unit < OF[GATE_UP].units(); unit += NUM_PROGRAMS) {
             const size_t first = chosen(producer.base, unit / UNITS) * 2 * INTERMEDIATE + unit % UNITS * HALF;
 #pragma unroll 1
-            for (int i = 0; i < UNIT; i += ROWS)
-                producer.copy_slot(weights + (first + (i < HALF ? i : INTERMEDIATE + i - HALF)) * HIDDEN, 2 * ROWS * HIDDEN);
+            for (int i = 0; i < UNIT; i += ROWS) {
+                const size_t row = first + (i < HALF ? i : INTERMEDIATE + i - HALF);
+                copy_rows<GATE_UP>(producer, layer, row, row * HIDDEN);
+            }
         }
     }
 
-    // weights: [NUM_EXPERTS, HIDDEN, INTERMEDIATE].
-    static __device__ __forceinline__ void copy_down(Producer& producer, const u16* weights) {
+    // Weights: [NUM_EXPERTS, HIDDEN, INTERMEDIATE].
+    static __device__ __forceinline__ void copy_down(Producer& producer, const Layer& layer) {
         constexpr int ROWS = OF[DOWN].slot_rows, UNIT = OF[DOWN].unit_rows;
 #pragma unroll 1
         for (int unit = first_unit<DOWN>(); unit < OF[DOWN].units(); unit += NUM_PROGRAMS)
@@ -48,7 +50,7 @@ struct Mlp {
 #pragma unroll 1
                 for (int rank = 0; rank < K; rank++) {
                     const size_t row = chosen(producer.base, rank) * HIDDEN + unit * UNIT + i;
-                    producer.copy_slot(weights + row * INTERMEDIATE, 2 * ROWS * INTERMEDIATE);
+                    copy_rows<DOWN>(producer, layer, row, row * INTERMEDIATE);
                 }
     }
 

@@ -20,15 +20,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         give_registers<40>();
         if (threadIdx.x != THREADS) return;
         Producer producer{program.base};
-        copy_product<QKV>(producer, layers.at[0].weights[QKV]);
+        copy_product<QKV>(producer, layers.at[0]);
         wait_for_dependencies();
         SplitCopies keys_and_values{Split(Context(seq_len, block_table))};
 #pragma unroll 1
         for (int i = 0; i < num_layers; i++) {
             const Layer& layer = layers.at[i];
-            if (i) copy_product<QKV>(producer, layer.weights[QKV]);
+            if (i) copy_product<QKV>(producer, layer);
             keys_and_values.copy(producer, layer.kv_cache);
-            copy_product<OUT>(producer, layer.weights[OUT]);
+            copy_product<OUT>(producer, layer);
             Mlp::copy_weights(producer, layer, i);
         }
         return;

@@ -20,6 +20,9 @@ and some tiles of 64 tokens. Splits are merged by their log-sum-exp.
 In the place of an MLP a layer may have a mixture of experts (`persistent_experts.cuh`). Programs share out the router's
 logits, and wait once more; then each chooses the experts, as all do, and the thread that copies waits for this choice.
 Gate and up of the chosen experts are one product, and so is down, of which a slot has rows of one expert.
+
+Weights may be codes of FP8 with a scale for each block of 128 x 128, which come behind the rows of a slot; a router
+has 16 bits. Each program rounds a row to FP8, by blocks of 128 inputs, when it has read it.
 """
 
 from __future__ import annotations
@@ -51,13 +54,11 @@ __all__ = [
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HERE = Path(__file__)
+_PARTS = "program", "ring", "split", "heads", "attention", "long_attention", "weights", "products"
 MAX_LAYERS = 128
 _HEADERS = (
     NUMBERS,
-    *(
-        _HERE.with_name(f"persistent_{name}.cuh")
-        for name in ("program", "ring", "split", "heads", "attention", "long_attention", "products")
-    ),
+    *(_HERE.with_name(f"persistent_{name}.cuh") for name in _PARTS),
 )
 HEADERS = *_HEADERS, _HERE.with_name("persistent_mlp.cuh")
 MIXTURE_HEADERS = *_HEADERS, _HERE.with_name("persistent_experts.cuh")
@@ -65,12 +66,12 @@ NUM_THREADS = 384  # eight warps that multiply, and four of which one loads weig
 
 
 class Layers(ctypes.Structure):
-    """As in the kernel: of each layer its pointers."""
+    """As in the kernel, or with room left at the end: of each layer its pointers."""
 
-    _fields_ = (("at", ctypes.c_uint64 * 10 * MAX_LAYERS),)
+    _fields_ = (("at", ctypes.c_uint64 * (14 * MAX_LAYERS)),)
 
     def __init__(self, pointers: Sequence[Sequence[int]]) -> None:
-        super().__init__(tuple(tuple(of_layer) for of_layer in pointers))
+        super().__init__(tuple(one for of_layer in pointers for one in of_layer))
 
     def getPtr(self) -> int:  # noqa: N802 - what cuda-bindings asks for
         return ctypes.addressof(self)
@@ -86,7 +87,7 @@ persistent_mixtures = _kernel("persistent_mixtures", MIXTURE_HEADERS)
 
 @dataclass(frozen=True, slots=True)
 class PersistentLayer:
-    """The tensors of one layer, contiguous, on one GPU."""
+    """The tensors of one layer, contiguous, on one GPU. Linears are of 16 bits, or codes of float8_e4m3fn as uint8."""
 
     input_gain: torch.Tensor  # [hidden_size]; of the norm before QKV
     qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_size, hidden_size], pairs of a head interleaved
@@ -97,18 +98,18 @@ class PersistentLayer:
     gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]; of a mixture, of each expert: [num_experts, ...]
     down: torch.Tensor  # [hidden_size, intermediate_size]; likewise
     router: torch.Tensor | None = None  # [num_experts, hidden_size], of a mixture
+    # Of codes, by linear: [outputs / 128, inputs / 128] float32, of experts one after the other.
+    scales: tuple[torch.Tensor, ...] = ()
 
     @property
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        """Of the products, and the bias."""
-        found = self.qkv, self.out, self.gate_up, self.down, self.router, self.bias
-        return tuple(one for one in found if one is not None)
+    def linears(self) -> tuple[torch.Tensor, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """As `Layer` in the kernel has them."""
-        linears = self.qkv, self.out, self.gate_up, self.down, self.router, self.bias
-        return *linears, self.input_gain, self.mlp_gain, self.head_gains
+        weights = *self.linears, self.router, *self.scales, self.bias
+        return *weights, self.input_gain, self.mlp_gain, self.head_gains
 
 
 class PersistentLayers:
@@ -119,6 +120,7 @@ class PersistentLayers:
         shape: DecoderShape,
         tiles: PersistentTiles,
         layers: Sequence[PersistentLayer],
+        dtype: torch.dtype,
         *,
         eps: float,
         head_eps: float,
@@ -126,9 +128,9 @@ class PersistentLayers:
         is_gelu: bool,
         normalises: bool = False,
     ) -> None:
-        """eps, head_eps: of the norms of the stream, and of heads. scale: of scores. normalises: of a mixture, whether
-        the weights of a token's experts sum to 1."""
-        self._shape, self._tiles, self._layers = shape, tiles, layers
+        """dtype: of the KV cache, and of weights that are not codes. eps, head_eps: of the norms of the stream, and of
+        heads. scale: of scores. normalises: of a mixture, whether the weights of a token's experts sum to 1."""
+        self._shape, self._tiles, self._layers, self._dtype = shape, tiles, layers, dtype
         self._numbers = scale, eps, head_eps
         self._is_gelu, self._normalises = is_gelu, normalises
         self._kernel = persistent_mixtures if shape.num_experts else persistent_layers
@@ -201,7 +203,8 @@ class PersistentLayers:
             "EARLY_WINDOW": tiles.window(early=True),
             "SCRATCH_BYTES": tiles.scratch_bytes,
             "SHARED_BYTES": tiles.shared_bytes,
-            "TYPE": _TYPES[first.qkv.dtype],
+            "WEIGHT_BYTES": shape.weight_bytes,
+            "TYPE": _TYPES[self._dtype],
             "GAIN_TYPE": _TYPES[first.input_gain.dtype],
             "HEAD_GAIN_TYPE": 0 if first.head_gains is None else _TYPES[first.head_gains.dtype],
             "HAS_HEAD_NORM": int(first.head_gains is not None),

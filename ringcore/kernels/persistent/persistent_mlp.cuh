@@ -9,8 +9,8 @@ struct Mlp {
     static __device__ __forceinline__ void init_barriers(const Program&) {}
 
     static __device__ __forceinline__ void copy_weights(Producer& producer, const Layer& layer, int) {
-        copy_product<GATE_UP>(producer, layer.weights[GATE_UP]);
-        copy_product<DOWN>(producer, layer.weights[DOWN]);
+        copy_product<GATE_UP>(producer, layer);
+        copy_product<DOWN>(producer, layer);
     }
 
     static __device__ __forceinline__ void gate(

@@ -1,85 +1,10 @@
 // Products of the row with weights in persistent_layers.cu.
 //
-// Macros: those of persistent_program.cuh and persistent_attention.cuh, and MAX_LAYERS, PRODUCTS, GAIN_TYPE and IS_BY_WARPS
-// (see `multiply_by_warps`). GAIN_TYPE: 0 bfloat16, 1 float16, 2 float32.
+// Macros: those of persistent_weights.cuh, and GAIN_TYPE (0 bfloat16, 1 float16, 2 float32) and IS_BY_WARPS (see
+// `multiply_by_warps`).
 
-// A product of a layer. A slot of the ring has rows of the weight, or one of equal parts of a row; a program sums up a
-// unit of rows at once, and has the same rows of both products that add to the residual stream.
-struct Product {
-    int inputs, outputs, parts, slot_rows, unit_rows;
-
-    __host__ __device__ constexpr int units() const { return outputs / unit_rows; }
-};
-
-constexpr Product OF[] = {PRODUCTS};
 constexpr int MOST_PAIRS = IS_BY_WARPS ? 64 : 1;  // registers of weights that are loaded at once
-constexpr int QKV = 0, OUT = 1, GATE_UP = 2, DOWN = 3, ROUTER = 4;  // but for the last one, in their order
-constexpr int HIDDEN = OF[QKV].inputs, GATED = OF[DOWN].inputs;
-static_assert(!IS_BY_WARPS || 4 * HIDDEN <= SCRATCH_BYTES);
-static_assert(OF[QKV].outputs == QKV_SIZE && OF[OUT].inputs == OUT_SIZE && OF[OUT].unit_rows == OF[DOWN].unit_rows);
-
-// The first unit of a program; the others are NUM_PROGRAMS apart. Programs with one more of the products that add to the
-// residual stream begin later with the others, so that all have about as many bytes of a layer.
-template <int PRODUCT> __device__ __forceinline__ int first_unit() {
-    constexpr int START = PRODUCT == OUT || PRODUCT == DOWN ? 0 : OF[OUT].units() % NUM_PROGRAMS;
-    return (blockIdx.x + NUM_PROGRAMS - START) % NUM_PROGRAMS;
-}
-
-struct Layer {
-    const u16* weights[5];  // of the products, [outputs, inputs]; of a mixture, gate and up, and down, are those of its experts
-    const u16* bias;        // of QKV
-    const void* gains[2];   // of the norms before QKV and before gate and up
-    const void* head_gains; // [2, HEAD_SIZE]: of q's heads and of k's
-    u16* kv_cache;
-};
-
-struct Layers { Layer at[MAX_LAYERS]; };
-
-template <int PRODUCT> __device__ __forceinline__ void copy_product(Producer& producer, const u16* weights) {
-    constexpr int INPUTS = OF[PRODUCT].inputs, PARTS = OF[PRODUCT].parts, ROWS = OF[PRODUCT].slot_rows;
-    constexpr int UNIT = OF[PRODUCT].unit_rows, HALF = UNIT / 2;
-#pragma unroll 1
-    for (int unit = first_unit<PRODUCT>(); unit < OF[PRODUCT].units(); unit += NUM_PROGRAMS)
-#pragma unroll 1
-        for (int i = 0; i < UNIT; i += ROWS) {
-            int row = unit * UNIT + i;
-            if (PRODUCT == GATE_UP) row = unit * HALF + (i < HALF ? i : GATED + i - HALF);
-#pragma unroll 1
-            for (int part = 0; part < PARTS; part++)
-                producer.copy_slot(weights + (size_t)row * INPUTS + part * (INPUTS / PARTS), 2 * ROWS * (INPUTS / PARTS));
-        }
-}
-
-// Bytes of shared memory to pairs of numbers: VECTOR numbers of each of COUNT vectors, `stride` bytes apart.
-template <int COUNT, int VECTOR> __device__ __forceinline__ void load_pairs(u32* pairs, u32 from, int stride) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++, from += stride) {
-        u32* const to = pairs + i * VECTOR / 2;
-        if (VECTOR == 8) { const uint4 found = load_16(from); to[0] = found.x; to[1] = found.y; to[2] = found.z; to[3] = found.w; }
-        else if (VECTOR == 4) { const uint2 found = load_8(from); to[0] = found.x; to[1] = found.y; }
-        else to[0] = load_4(from);
-    }
-}
-
-// A thread's weights of SIZE numbers of a row; of a vector that it does not have they are 0.
-template <int SIZE> __device__ __forceinline__ void load_weights(u32* pairs, u32 from) {
-    constexpr int W = Share<SIZE>::WIDTH, COUNT = Share<SIZE>::FULL;
-    from += threadIdx.x * 2 * W;
-    load_pairs<COUNT, W>(pairs, from, THREADS * 2 * W);
-    if (Share<SIZE>::IS_EVEN) return;
-#pragma unroll
-    for (int i = 0; i < W / 2; i++) pairs[COUNT * W / 2 + i] = 0;
-    if (Share<SIZE>::has_last_vector()) load_pairs<1, W>(pairs + COUNT * W / 2, from + COUNT * THREADS * 2 * W, 0);
-}
-
-// sum += pairs of weights times COUNT inputs.
-template <int COUNT> __device__ __forceinline__ void add_product(float& sum, const u32* pairs, const float* x) {
-#pragma unroll
-    for (int j = 0; j < COUNT / 2; j++) {
-        sum = fmaf(low_half(pairs[j], TYPE), x[2 * j], sum);
-        sum = fmaf(high_half(pairs[j], TYPE), x[2 * j + 1], sum);
-    }
-}
+static_assert(!IS_BY_WARPS || (4 * HIDDEN <= SCRATCH_BYTES && WEIGHT_BYTES == 2));
 
 template <int PRODUCT> __device__ __forceinline__ int num_units() {
     return (OF[PRODUCT].units() - first_unit<PRODUCT>() + NUM_PROGRAMS - 1) / NUM_PROGRAMS;
@@ -91,29 +16,43 @@ __host__ __device__ constexpr int at_once(int count, int registers) {
     return count;
 }
 
+// Where a slot has the scales of the program's unit of this index.
+template <int PRODUCT> __device__ __forceinline__ int scales_at(int index) {
+    if constexpr (!IS_CODED<PRODUCT>) return 0;
+    else {
+        const int row = (first_unit<PRODUCT>() + index * NUM_PROGRAMS) * OF[PRODUCT].unit_rows;
+        return SLOT_WEIGHTS<PRODUCT> + 4 * (first_scale<PRODUCT>(row) % 4);
+    }
+}
+
 // The program's units of a product times x, a thread's inputs, to shared memory: every warp has a part of each row.
 template <int PRODUCT> __device__ __forceinline__ void multiply(const Program& program, Slots& ring, const float* x) {
-    constexpr int PARTS = OF[PRODUCT].parts, SIZE = OF[PRODUCT].inputs / PARTS, ROWS = OF[PRODUCT].slot_rows;
-    constexpr int UNIT = OF[PRODUCT].unit_rows, V = Share<SIZE>::V;
-    constexpr int SLOTS = UNIT / ROWS * PARTS, AT_ONCE = at_once(SLOTS, ROWS * V / 2);
+    using Row = typename RowOf<PRODUCT, IS_CODED<PRODUCT>>::Type;
+    constexpr int PARTS = OF[PRODUCT].parts, ROWS = OF[PRODUCT].slot_rows, ROW_BYTES = SLOT_WEIGHTS<PRODUCT> / ROWS;
+    constexpr int UNIT = OF[PRODUCT].unit_rows, SLOTS = UNIT / ROWS * PARTS, AT_ONCE = at_once(SLOTS, ROWS * Row::REGISTERS);
     static_assert(SLOTS % AT_ONCE == 0);
+    const Row row(x);
     float* const sums = (float*)(program.shared + SCRATCH_AT);
 #pragma unroll 1
     for (int count = 0; count < num_units<PRODUCT>(); count++) {
         float of_rows[UNIT] = {};
 #pragma unroll
         for (int i = 0; i < SLOTS; i += AT_ONCE) {
-            u32 pairs[AT_ONCE][ROWS][V / 2];
+            u32 weights[AT_ONCE][ROWS][Row::REGISTERS];
+            typename Row::Factors factors[AT_ONCE];
             wait_for_slots<AT_ONCE>(program, ring);
 #pragma unroll
-            for (int s = 0; s < AT_ONCE; s++)
+            for (int s = 0; s < AT_ONCE; s++) {
+                const u32 from = ring.bytes(program, s);
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) load_weights<SIZE>(pairs[s][r], ring.bytes(program, s) + 2 * r * SIZE);
+                for (int r = 0; r < ROWS; r++) Row::load(weights[s][r], from + r * ROW_BYTES);
+                factors[s] = row.factors(from + scales_at<PRODUCT>(count), (i + s) % PARTS);
+            }
 #pragma unroll
             for (int s = 0; s < AT_ONCE; s++)
 #pragma unroll
                 for (int r = 0; r < ROWS; r++)
-                    add_product<V>(of_rows[(i + s) / PARTS * ROWS + r], pairs[s][r], x + (i + s) % PARTS * V);
+                    row.add(of_rows[(i + s) / PARTS * ROWS + r], weights[s][r], (i + s) % PARTS, factors[s]);
             leave_slots<AT_ONCE>(program, ring);
         }
         const float sum = sum_over_lanes<UNIT>(of_rows, program.lane);
@@ -174,7 +113,7 @@ template <int PRODUCT, class Store> __device__ __forceinline__ void multiply_by_
             if (i / OWN * SLOTS >= count) break;
             const u32 from = ring.bytes(program, (i * NUM_WARPS + program.warp) / ROWS);
             u32 pairs[V / 2];
-            load_pairs<V / 8, 8>(pairs, from + 2 * (program.warp % ROWS) * INPUTS + 16 * program.lane, 16 * 32);
+            load_vectors<V / 8, 16>(pairs, from + 2 * (program.warp % ROWS) * INPUTS + 16 * program.lane, 16 * 32);
             add_product<V>(of_rows[i], pairs, x);
         }
         leave_slots<AT_ONCE * SLOTS>(program, ring, count);
@@ -188,7 +127,7 @@ template <int PRODUCT, class Store> __device__ __forceinline__ void multiply_by_
 
 // The residual stream before a norm: a thread's inputs times their gains. The norm's factor is for the product's end.
 struct Normed {
-    static constexpr int V = HIDDEN / THREADS;
+    static constexpr int V = Share<HIDDEN>::V;
     float x[IS_BY_WARPS ? HIDDEN / 32 : V];  // a warp's, or the program's
     u32 gains[V];  // pairs of 16 bits, or numbers of 32
 
@@ -196,10 +135,11 @@ struct Normed {
 #pragma unroll
         for (int j = 0; j < V / 2; j++) {
             const int at = input_of<V>(2 * j);
+            const bool is_there = Share<HIDDEN>::IS_EVEN || at < HIDDEN;
             if (GAIN_TYPE == 2) {
-                const uint2 found = __ldcg((const uint2*)((const u32*)gain + at));
+                const uint2 found = is_there ? __ldcg((const uint2*)((const u32*)gain + at)) : make_uint2(0, 0);
                 gains[2 * j] = found.x; gains[2 * j + 1] = found.y;
-            } else gains[j] = __ldcg((const u32*)((const u16*)gain + at));
+            } else gains[j] = is_there ? __ldcg((const u32*)((const u16*)gain + at)) : 0;
         }
     }
 

@@ -1,6 +1,7 @@
 // A program of persistent_layers.cu: its shared memory, its barrier over the grid, and how programs tell each other numbers.
 //
-// Macros: NUM_PROGRAMS, NUM_BARRIERS (over the grid, of a layer), NUM_SLOTS, SLOT_BYTES and SCRATCH_BYTES.
+// Macros: NUM_PROGRAMS, NUM_BARRIERS (over the grid, of a layer), NUM_SLOTS, SLOT_BYTES, SCRATCH_BYTES and WEIGHT_BYTES (of a
+// weight: 1 or 2).
 
 constexpr int NUM_WARPS = 8, THREADS = 32 * NUM_WARPS;  // consumers; of four more, one loads weights
 constexpr long long DEADLINE = 2000000000;  // cycles, about a second: programs that have not arrived do not run
@@ -11,18 +12,27 @@ constexpr int IS_WAITING_AT = SQUARES_AT + 4 * NUM_WARPS, IS_LATE_AT = IS_WAITIN
 constexpr int BARRIERS_AT = IS_LATE_AT + 4, END_AT = BARRIERS_AT + 16 * NUM_SLOTS;
 static_assert(SCRATCH_AT % 16 == 0);
 
-// A thread's inputs of a part: vectors of as many numbers as divide their count, which is V.
-template <int V> constexpr int VECTOR = V % 8 == 0 ? 8 : V % 4 == 0 ? 4 : 2;
+// A thread's inputs of a part: vectors of as many numbers as divide their count, which is V, at most 16 bytes of weights.
+constexpr int WIDEST = 16 / WEIGHT_BYTES;
+template <int V> constexpr int VECTOR = V % WIDEST == 0 ? WIDEST : V % 8 == 0 ? 8 : V % 4 == 0 ? 4 : 2;
 
 template <int V> __device__ __forceinline__ int input_of(int i) {
     return (i / VECTOR<V> * THREADS + threadIdx.x) * VECTOR<V> + i % VECTOR<V>;
 }
 
 // What a thread has of SIZE numbers of a row: as many as each other thread; or, where these do not come out even, vectors of
-// as many numbers as one takes, or of eight, of which some threads have one less.
+// as many numbers as one takes, or of eight, of which some threads have one less. Codes: always vectors, of 4, 8 or 16, by
+// which a row takes the fewest instructions, for one of W numbers W + 5.
 template <int SIZE> struct Share {
-    static constexpr int EVEN = SIZE / THREADS, VECTORS = (SIZE + 8 * THREADS - 1) / (8 * THREADS);
-    static constexpr int V = SIZE % (2 * THREADS) == 0 ? EVEN : EVEN < 2 ? 2 : EVEN < 4 ? 4 : 8 * VECTORS;
+    static __host__ __device__ constexpr int vectors(int width) { return (SIZE + width * THREADS - 1) / (width * THREADS); }
+    static __host__ __device__ constexpr bool is_better(int width, int other) {
+        return vectors(width) * (width + 5) < vectors(other) * (other + 5);
+    }
+
+    static constexpr int EVEN = SIZE / THREADS, HALF_WIDE = is_better(4, 8) ? 4 : 8;
+    static constexpr int OF_CODES = is_better(HALF_WIDE, 16) ? HALF_WIDE : 16;
+    static constexpr int OF_NUMBERS = SIZE % (2 * THREADS) == 0 ? EVEN : EVEN < 2 ? 2 : EVEN < 4 ? 4 : 8 * vectors(8);
+    static constexpr int V = WEIGHT_BYTES == 1 ? OF_CODES * vectors(OF_CODES) : OF_NUMBERS;
     static constexpr int WIDTH = VECTOR<V>, FULL = SIZE / (THREADS * WIDTH);  // vectors that every thread has
     static constexpr bool IS_EVEN = FULL * WIDTH == V;
     static_assert(SIZE % WIDTH == 0);

@@ -23,7 +23,7 @@ struct Producer {
     }
 
     // Some of them, to this byte of the slot.
-    __device__ __forceinline__ void copy(int to, const u16* from, int num_bytes) const {
+    __device__ __forceinline__ void copy(int to, const void* from, int num_bytes) const {
         copy_bytes(base + slot * SLOT_BYTES + to, from, num_bytes, base + BARRIERS_AT + 8 * slot, policy);
     }
 
@@ -32,7 +32,7 @@ struct Producer {
         if (++slot == NUM_SLOTS) { slot = 0; parity ^= 1; }
     }
 
-    __device__ __forceinline__ void copy_slot(const u16* from, int num_bytes) {
+    __device__ __forceinline__ void copy_slot(const void* from, int num_bytes) {
         begin(num_bytes);
         copy(0, from, num_bytes);
         end();

@@ -23,6 +23,7 @@ _LONG_CONTEXT = 512  # tokens for each query head of a KV head, from which on at
 _MAX_PARTS = 4  # of a row
 _MAX_INPUTS_OF_LANE = 80  # likewise, where a warp has whole rows
 _SMALL_LAYER = 1.2  # in rings
+_BLOCK, _SCALE_ROOM = 128, 512  # outputs, and inputs, of codes that share a scale; bytes of a slot for scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class DecoderShape:
     head_size: int
     num_experts: int = 0  # 0: the MLP is dense; else they are of the intermediate size
     num_chosen: int = 0  # experts of a token
+    weight_bytes: int = 2  # of a linear's weight; 1: codes with a scale for each block of 128 x 128
 
     @property
     def num_gated(self) -> int:
@@ -52,6 +54,7 @@ class ProductTiles:
     parts: int
     slot_rows: int
     unit_rows: int
+    weight_bytes: int = 2
 
     @property
     def rows_of_program(self) -> int:
@@ -87,7 +90,8 @@ class PersistentTiles:
     def window(self, *, early: bool) -> int:
         """Slots."""
         num_bytes = _SMALL_WINDOW if self.is_small else _EARLY_WINDOW if early else _WINDOW
-        return min(self.num_slots, max(2, num_bytes // self.slot_bytes))
+        of_weights = self.slot_bytes - _SCALE_ROOM * (self.products[0].weight_bytes == 1)
+        return min(self.num_slots, max(2, num_bytes // of_weights))
 
     @property
     def max_tiles_of_one(self) -> int:
@@ -103,7 +107,7 @@ class PersistentTiles:
     @property
     def fill(self) -> float:
         """Of the bytes of the slots that a layer goes through, those with weights."""
-        used = sum(of.inputs * of.outputs * 2 for of in self.products)
+        used = sum(of.inputs * of.outputs * of.weight_bytes for of in self.products)
         slots = sum(of.outputs * of.parts // of.slot_rows for of in self.products)
         return used / (slots * self.slot_bytes)
 
@@ -128,7 +132,7 @@ def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
     of_short = group * (of_warps + 4 * shape.head_size + 4 * _TILE)
     of_attention = 4 * shape.head_size + max(of_short, _HEADS_AT_ONCE * of_warps)
     is_small, shares = _is_small(shape), (group, splits, long_group, long_splits)
-    for slot_bytes in _SLOT_BYTES:
+    for slot_bytes in (size + _SCALE_ROOM * (shape.weight_bytes == 1) for size in _SLOT_BYTES):
         products = _products(shape, slot_bytes, is_small)
         if not _are_whole(shape, products):
             continue
@@ -155,7 +159,7 @@ def _long_group(shape: DecoderShape) -> int:
 def _is_small(shape: DecoderShape) -> bool:
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     num_bytes = 2 * shape.hidden_size * (heads + 3 * shape.intermediate_size)
-    fits_a_warp = shape.hidden_size <= 32 * _MAX_INPUTS_OF_LANE
+    fits_a_warp = shape.hidden_size <= 32 * _MAX_INPUTS_OF_LANE and shape.weight_bytes == 2
     return fits_a_warp and not shape.num_experts and num_bytes <= _SMALL_LAYER * NUM_SMS * _MAX_SHARED_BYTES
 
 
@@ -165,20 +169,26 @@ def _serves_experts(shape: DecoderShape) -> bool:
 
 
 def _are_whole(shape: DecoderShape, products: tuple[ProductTiles, ...]) -> bool:
-    """Units are of whole rows, and of one expert; the inputs of down have room in registers."""
+    """Units are of whole rows, and of one expert; the inputs of down have room in registers. Scales are of rows."""
     gate_up, down = products[2:4]
-    if any(of.outputs % of.unit_rows or of.parts > _MAX_PARTS for of in products if of is not down):
+    max_parts = _MAX_PARTS if shape.weight_bytes == 2 else 1
+    if any(of.outputs % of.unit_rows or of.parts > max_parts for of in products if of is not down):
         return False
-    size = down.inputs // down.parts
-    if size % 8 or down.outputs % down.unit_rows or down.parts * _of_thread(size) > _MAX_INPUTS_OF_THREAD:
+    size, of_one = down.inputs // down.parts, shape.weight_bytes
+    if size % 8 or down.outputs % down.unit_rows or down.parts * _of_thread(size, of_one) > _MAX_INPUTS_OF_THREAD:
+        return False
+    if of_one == 1 and (shape.intermediate_size % _BLOCK or shape.num_kv_heads * shape.head_size % _BLOCK):
         return False
     if shape.num_experts:
         return gate_up.parts == 1 and shape.intermediate_size % (gate_up.unit_rows // 2) == 0
-    return down.parts <= _MAX_PARTS
+    return down.parts <= max_parts
 
 
-def _of_thread(size: int) -> int:
+def _of_thread(size: int, weight_bytes: int) -> int:
     """Numbers of a part of a row, as in the kernel."""
+    if weight_bytes == 1:
+        vectors = {width: -(-size // (width * _THREADS)) for width in (16, 8, 4)}
+        return min((count * (width + 5), count * width) for width, count in vectors.items())[1]
     if size % (2 * _THREADS) == 0:
         return size // _THREADS
     return next((width for width in (2, 4) if size <= width * _THREADS), -(-size // (8 * _THREADS)) * 8)
@@ -186,23 +196,22 @@ def _of_thread(size: int) -> int:
 
 def _products(shape: DecoderShape, slot_bytes: int, is_small: bool) -> tuple[ProductTiles, ...]:
     hidden, inner, heads = shape.hidden_size, shape.num_gated, shape.num_heads * shape.head_size
-    qkv = heads + 2 * shape.num_kv_heads * shape.head_size
-    (qkv_parts, qkv_rows), (out_parts, out_rows) = _of_slot(hidden, slot_bytes), _of_slot(heads, slot_bytes)
+    qkv, of_one = heads + 2 * shape.num_kv_heads * shape.head_size, shape.weight_bytes
+    (qkv_parts, qkv_rows), (out_parts, out_rows) = (_of_slot(size, slot_bytes, of_one) for size in (hidden, heads))
     if shape.num_experts:  # a slot has rows of one expert
-        rows = min(_MAX_UNIT_ROWS, _power_of_2(slot_bytes // (2 * shape.intermediate_size)))
-        down_parts, down_rows = shape.num_chosen, rows
+        down_parts, down_rows = shape.num_chosen, _rows_of_slot(shape.intermediate_size, slot_bytes, of_one, 1)
     else:
-        down_parts, down_rows = _of_slot(inner, slot_bytes)
+        down_parts, down_rows = _of_slot(inner, slot_bytes, of_one)
     added = _unit_rows(hidden, max(out_rows, down_rows))  # a program has the same rows of both
     units = _unit_rows(qkv, qkv_rows), _unit_rows(2 * inner, 2 * qkv_rows)
     qkv_unit, gate_up_unit = (_NUM_WARPS, 2 * _NUM_WARPS) if is_small else units
     of_layer = (
-        ProductTiles(hidden, qkv, qkv_parts, qkv_rows, qkv_unit),
-        ProductTiles(heads, hidden, out_parts, out_rows, added),
-        ProductTiles(hidden, 2 * inner, qkv_parts, qkv_rows, gate_up_unit),
-        ProductTiles(inner, hidden, down_parts, down_rows, added),
+        ProductTiles(hidden, qkv, qkv_parts, qkv_rows, qkv_unit, of_one),
+        ProductTiles(heads, hidden, out_parts, out_rows, added, of_one),
+        ProductTiles(hidden, 2 * inner, qkv_parts, qkv_rows, gate_up_unit, of_one),
+        ProductTiles(inner, hidden, down_parts, down_rows, added, of_one),
     )
-    router = ProductTiles(hidden, shape.num_experts, qkv_parts, 1, 1)
+    router = ProductTiles(hidden, shape.num_experts, _of_slot(hidden, slot_bytes, 2)[0], 1, 1)
     return (*of_layer, router) if shape.num_experts else of_layer
 
 
@@ -212,14 +221,26 @@ def _unit_rows(outputs: int, least: int) -> int:
     return min(units, key=lambda unit: (-(-outputs // unit // NUM_SMS) * unit, -unit))
 
 
-def _of_slot(inputs: int, slot_bytes: int) -> tuple[int, int]:
+def _of_slot(inputs: int, slot_bytes: int, weight_bytes: int) -> tuple[int, int]:
     """(Parts of a row, rows of a slot.) Threads share out a part evenly where they can, else by vectors of eight."""
-    fitting = [n for n in range(1, _MAX_PARTS + 1) if 2 * inputs <= n * slot_bytes]
+    room = slot_bytes - _scale_bytes(inputs, weight_bytes)
+    fitting = [n for n in range(1, _MAX_PARTS + 1) if weight_bytes * inputs <= n * room]
     even = [n for n in fitting if inputs % (2 * _THREADS * n) == 0]
     parts = next(
         (n for n in even or fitting if inputs % (8 * n) == 0), _MAX_PARTS + 1
     )  # too many: such slots do not do
-    return parts, 1 if parts > 1 else min(_MAX_UNIT_ROWS // 2, _power_of_2(slot_bytes // (2 * inputs)))
+    return parts, 1 if parts > 1 else _rows_of_slot(inputs, slot_bytes, weight_bytes, 2)
+
+
+def _rows_of_slot(inputs: int, slot_bytes: int, weight_bytes: int, slots_of_unit: int) -> int:
+    room = slot_bytes - _scale_bytes(inputs, weight_bytes)
+    return min(_MAX_UNIT_ROWS // slots_of_unit, _power_of_2(room // (weight_bytes * inputs)))
+
+
+def _scale_bytes(inputs: int, weight_bytes: int) -> int:
+    """Of rows of codes: copies of whole 16 bytes, which may begin before them."""
+    blocks = inputs // _BLOCK
+    return 0 if weight_bytes == 2 else 4 * blocks if blocks % 4 == 0 else (blocks + 6) // 4 * 16
 
 
 def _power_of_2(most: int) -> int:

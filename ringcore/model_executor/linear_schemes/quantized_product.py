@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ringcore.kernels.linears.packed_weight import BLOCK
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.codes import ByteCodes
 from ringcore.model_executor.linear_schemes.cpu_product import cpu_product
@@ -12,7 +13,7 @@ from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 from ringcore.model_executor.linear_schemes.rounded_inputs import InputRounding, RoundedInputs
 from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
-from ringcore.model_executor.linear_schemes.scaled_product import BLOCK, LEAST_CAPABILITY, ScaledProduct
+from ringcore.model_executor.linear_schemes.scaled_product import LEAST_CAPABILITY, ScaledProduct
 from ringcore.model_executor.linear_schemes.shard import LinearShard
 
 __all__ = ["quantized_product", "row_group"]

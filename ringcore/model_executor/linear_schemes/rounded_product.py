@@ -11,7 +11,7 @@ import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
-from ringcore.kernels.linears.packed_weight import stored_as
+from ringcore.kernels.linears.packed_weight import BLOCK, Fp8Blocks, stored_as
 from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.kernel_product import Choose
 from ringcore.model_executor.linear_schemes.product import Gate, Product
@@ -50,6 +50,16 @@ class RoundedProduct(Product):
         self._in_kernel = skinny_tiles.PackedFmaConfig
         self._round, self._row_norm = round_rows.round_rows, round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
+        self._is_invariant = False
+
+    @property
+    def fp8_blocks(self) -> tuple[Fp8Blocks, torch.Tensor | None] | None:
+        """The weight and the bias, where any kernel may multiply them by rows that it rounds in blocks; None: scales
+        are others, or the product is batch-invariant."""
+        blocks = self._weight.fp8_blocks
+        if blocks is None or self._row_group != BLOCK or self._is_invariant:
+            return None
+        return blocks, self._bias
 
     @property
     def stored_as(self) -> tuple[str, str, Numbers]:
@@ -72,7 +82,7 @@ class RoundedProduct(Product):
         def choose(num_outputs: int, num_inputs: int, num_rows: int, **options: bool) -> Config | None:
             return tiles.choose(num_rows) if num_rows else None
 
-        made._choose, made._scaled, made._min_scaled = choose, None, None
+        made._choose, made._scaled, made._min_scaled, made._is_invariant = choose, None, None, True
         return made
 
     def __call__(self, x: torch.Tensor, tokens: TokenContext, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,13 +6,13 @@ from typing import Self
 
 import torch
 
+from ringcore.kernels.linears.packed_weight import BLOCK
 from ringcore.model_executor.linear_schemes.codes import ByteCodes
 from ringcore.model_executor.linear_schemes.quantized import QuantizedMatrix
 
-__all__ = ["BLOCK", "LEAST_CAPABILITY", "ScaledProduct"]
+__all__ = ["LEAST_CAPABILITY", "ScaledProduct"]
 
 _ALIGNMENT = 16  # bytes, of the rows of both matrices
-BLOCK = 128  # outputs, and inputs, that share a scale
 LEAST_CAPABILITY = (8, 9)  # that has FP8 tensor cores
 _BLOCKS_SINCE = (9, 0)
 _GROUPS_ALIGNMENT = 4  # the number of groups, of blocks

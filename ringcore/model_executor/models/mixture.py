@@ -10,6 +10,7 @@ import torch
 from ringcore.checkpoint.expected_tensors import EXPERT_MATRICES, expert_matrix
 from ringcore.checkpoint.model_spec import ExpertsSpec
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.kernels.linears.packed_weight import BLOCK, Fp8Blocks, PackedWeight
 from ringcore.kernels.mixtures.dense_experts import DenseExperts
 from ringcore.kernels.mixtures.expert_matrices import (
     ExpertMatrices,
@@ -115,11 +116,27 @@ class Experts(WeightedLayer):
         intermediate_size], where any kernel may multiply them; None: they are quantized, over ranks, or the products
         batch-invariant."""
         up, down = self._matrices.up, self._matrices.down
-        if self._arithmetic.is_batch_invariant or self._tp.size > 1 or self.slots is not None:
-            return None
-        if not isinstance(up, DenseExperts) or not isinstance(down, DenseExperts):
+        if not self._are_whole or not isinstance(up, DenseExperts) or not isinstance(down, DenseExperts):
             return None
         return up.stored, down.stored
+
+    @property
+    def fp8_blocks(self) -> tuple[Fp8Blocks, Fp8Blocks] | None:
+        """As `dense`, of FP8: codes in its shapes, scales of the experts one after the other."""
+        up, down = (self._fp8_blocks_of(weight) for weight in (self._matrices.up, self._matrices.down))
+        return None if not self._are_whole or up is None or down is None else (up, down)
+
+    @staticmethod
+    def _fp8_blocks_of(weight: ExpertWeight) -> Fp8Blocks | None:
+        if weight.row_group != BLOCK or not isinstance(stored := weight.stored, PackedWeight):
+            return None
+        blocks = stored.fp8_blocks
+        return None if blocks is None else blocks._replace(codes=blocks.codes.view(weight.shape))
+
+    @property
+    def _are_whole(self) -> bool:
+        """Whether all are here, and stay, for any kernel to multiply."""
+        return not self._arithmetic.is_batch_invariant and self._tp.size == 1 and self.slots is None
 
     @property
     def _own(self) -> Sequence[int]:

@@ -11,11 +11,13 @@ import torch
 from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.attention.layer import Attention
 from ringcore.checkpoint.family import Activation
+from ringcore.kernels.linears.packed_weight import Fp8Blocks
 from ringcore.kernels.mixtures.expert_matrices import RouterForm
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.norm import HeadNorm, RMSNorm
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.product import Product
+from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
 from ringcore.model_executor.models.decoder_layer import (
     DecoderLayer,
     GatedMLP,
@@ -23,7 +25,7 @@ from ringcore.model_executor.models.decoder_layer import (
     SelfAttention,
     Sublayer,
 )
-from ringcore.model_executor.models.mixture import Mixture
+from ringcore.model_executor.models.mixture import Experts, Mixture
 from ringcore.model_executor.residual import Residual
 
 if TYPE_CHECKING:
@@ -34,11 +36,32 @@ __all__ = ["PersistentDecoder"]
 _ALIGNMENT = 16  # bytes, of rows and weights
 
 
+class _Linear(NamedTuple):
+    """scales: of codes of FP8. dtype: of its inputs."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scales: torch.Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, product: Product) -> _Linear | None:
+        if isinstance(product, KernelProduct) and product.dense is not None:
+            return cls(*product.dense, None, product.dense[0].dtype)
+        if isinstance(product, RoundedProduct) and product.fp8_blocks is not None:
+            return cls.in_blocks(*product.fp8_blocks)
+        return None
+
+    @classmethod
+    def in_blocks(cls, weight: Fp8Blocks, bias: torch.Tensor | None = None) -> _Linear:
+        return cls(weight.codes, bias, weight.scales, weight.dtype)
+
+
 class _Mlp(NamedTuple):
     """Or a mixture in its place."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: _Linear
+    down: _Linear
     activation: Activation
     router: torch.Tensor | None = None
     form: RouterForm | None = None
@@ -49,6 +72,7 @@ class _Parts(NamedTuple):
 
     attention: Attention
     tensors: PersistentLayer
+    dtype: torch.dtype
     head_norm: HeadNorm | None
     mlp: _Mlp
     kind: tuple[object, ...]  # what all layers have in common
@@ -75,7 +99,7 @@ class PersistentDecoder:
         if kernel is None:
             return None
         attention = [one.attention for one in found]
-        return cls(kernel, attention, first.rotary, first.head_norm, found[0].tensors.qkv.dtype)
+        return cls(kernel, attention, first.rotary, first.head_norm, found[0].dtype)
 
     def __call__(self, hidden: Residual, inputs: LayerInputs) -> bool:
         """Whether this step has one row, and `hidden` is now the stream after the last layer; else nothing is done."""
@@ -101,40 +125,64 @@ def _parts_of(layer: DecoderLayer) -> _Parts | None:
         return None
     if attention.o_proj.num_ranks > 1 or len({norm.eps for norm in norms}) > 1:
         return None
-    qkv, out = _dense(attention.qkv_proj.product), _dense(attention.o_proj.product)
+    qkv, out = _Linear.of(attention.qkv_proj.product), _Linear.of(attention.o_proj.product)
     gains = [norm.gain for norm in norms if isinstance(norm, RMSNorm)]
-    if qkv is None or out is None or len(gains) < len(norms) or out[1] is not None:
+    if qkv is None or out is None or len(gains) < len(norms) or out.bias is not None:
         return None
-    from ringcore.kernels.persistent.persistent_layers import PersistentLayer
-
+    tensors = _tensors(gains, qkv, attention.head_norm, out, mlp)
+    if tensors is None:
+        return None
     head_norm = attention.head_norm
-    head_gains = None if head_norm is None else head_norm.gain
-    tensors = PersistentLayer(gains[0], *qkv, head_gains, out[0], gains[1], mlp.gate_up, mlp.down, mlp.router)
     epsilons = norms[0].eps, None if head_norm is None else head_norm.eps
     forms = [None if one is None else (one.shape, one.dtype) for one in tensors.tensors]
     kind = replace(attention.attention, index=0), mlp.activation, mlp.form, attention.rotary, epsilons, *forms
-    return _Parts(attention.attention, tensors, head_norm, mlp, kind)
+    return _Parts(attention.attention, tensors, qkv.dtype, head_norm, mlp, kind)
+
+
+def _tensors(
+    gains: Sequence[torch.Tensor], qkv: _Linear, head_norm: HeadNorm | None, out: _Linear, mlp: _Mlp
+) -> PersistentLayer | None:
+    """None: some linears are in FP8 and others are not, or dtypes differ."""
+    linears = qkv, out, mlp.gate_up, mlp.down
+    scales = tuple(one.scales for one in linears if one.scales is not None)
+    dtypes = {one.dtype for one in (*linears, mlp.router, qkv.bias) if one is not None}
+    if len(scales) not in (0, len(linears)) or len(dtypes) > 1 or qkv.dtype == torch.float32:
+        return None
+    from ringcore.kernels.persistent.persistent_layers import PersistentLayer
+
+    head_gains, weights = None if head_norm is None else head_norm.gain, (mlp.gate_up.weight, mlp.down.weight)
+    attention = qkv.weight, qkv.bias, head_gains, out.weight
+    return PersistentLayer(gains[0], *attention, gains[1], *weights, mlp.router, scales)
 
 
 def _mlp_of(mlp: Sublayer) -> _Mlp | None:
     if isinstance(mlp, GatedMLP):
-        gate_up, down = _dense(mlp.gate_up_proj.product), _dense(mlp.down_proj.product)
-        if gate_up is None or down is None or gate_up[1] is not None or down[1] is not None:
+        gate_up, down = _Linear.of(mlp.gate_up_proj.product), _Linear.of(mlp.down_proj.product)
+        if gate_up is None or down is None or gate_up.bias is not None or down.bias is not None:
             return None
-        return _Mlp(gate_up[0], down[0], mlp.activation)
-    if not isinstance(mlp, Mixture) or mlp.router.plain is None or mlp.experts.dense is None:
+        return _Mlp(gate_up, down, mlp.activation)
+    if not isinstance(mlp, Mixture) or mlp.router.plain is None:
         return None
-    weight, form = mlp.router.plain
-    return _Mlp(*mlp.experts.dense, "silu", weight, form) if form == RouterForm(form.k, form.normalises) else None
+    (weight, form), experts = mlp.router.plain, _experts(mlp.experts)
+    if experts is None or form != RouterForm(form.k, form.normalises):
+        return None
+    return _Mlp(*experts, "silu", weight, form)
 
 
-def _dense(product: Product) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    return product.dense if isinstance(product, KernelProduct) else None
+def _experts(experts: Experts) -> tuple[_Linear, _Linear] | None:
+    """Gate and up, and down."""
+    if experts.dense is not None:
+        up, down = (_Linear(weight, None, None, weight.dtype) for weight in experts.dense)
+        return up, down
+    if experts.fp8_blocks is not None:
+        up, down = map(_Linear.in_blocks, experts.fp8_blocks)
+        return up, down
+    return None
 
 
 def _kernel(eps: float, layers: Sequence[_Parts]) -> PersistentLayers | None:
     """None: not on this device, or not for these sizes or dtypes."""
-    attention, tensors, head_norm, mlp, _ = layers[0]
+    attention, tensors, dtype, head_norm, mlp, _ = layers[0]
     device = tensors.qkv.device
     if not ops.has_kernels(device):
         return None
@@ -143,17 +191,18 @@ def _kernel(eps: float, layers: Sequence[_Parts]) -> PersistentLayers | None:
 
     sizes = tensors.qkv.shape[1], tensors.down.shape[-1]
     heads = attention.num_heads, attention.num_kv_heads, attention.head_size
-    experts = () if mlp.form is None else (len(tensors.down), mlp.form.k)
-    tiles = choose_persistent_tiles(shape := DecoderShape(*sizes, *heads, *experts))
+    experts = (0, 0) if mlp.form is None else (len(tensors.down), mlp.form.k)
+    shape = DecoderShape(*sizes, *heads, *experts, weight_bytes=tensors.qkv.itemsize)
+    tiles = choose_persistent_tiles(shape)
     of_all = [tensor for one in layers for tensor in one.tensors.tensors if tensor is not None]
-    is_16_bit = tensors.qkv.dtype != torch.float32 and len({one.dtype for one in tensors.weights}) == 1
     are_aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in of_all)
-    if tiles is None or not is_16_bit or not are_aligned or len(layers) > MAX_LAYERS or not runs_on(device):
+    if tiles is None or not are_aligned or len(layers) > MAX_LAYERS or not runs_on(device):
         return None
     return PersistentLayers(
         shape,
         tiles,
         [one.tensors for one in layers],
+        dtype,
         eps=eps,
         head_eps=0.0 if head_norm is None else head_norm.eps,
         scale=attention.scale,
