@@ -93,8 +93,8 @@ def test_log_probabilities_of_a_mixture(monkeypatch, folder_of, normalises):
     ids=str,
 )
 def test_log_probabilities_in_fp8(monkeypatch, folder_of, family, options):
-    """An input may be rounded to another code than by the kernels of each layer, so tokens soon differ: of many prompts a
-    few."""
+    """An input may be rounded to another code than by the kernels of each layer, so tokens soon differ: a few tokens of
+    many prompts."""
     compare(monkeypatch, folder_of(family, BLOCK, **options), "native", num_prompts=60, max_tokens=3, mean=None)
 
 

@@ -143,11 +143,12 @@ def test_a_program_that_waited_too_long(
 @SHAPES
 @pytest.mark.parametrize("normalises", [True, False])
 def test_published_shape(normalises: bool, shape: DecoderShape) -> None:
-    layers = random_layers(shape, 2, torch.bfloat16, DEVICE)
+    num_layers, tolerance = (2, None) if shape.weight_bytes == 2 else (1, 6e-2)  # as of dense layers
+    layers = random_layers(shape, num_layers, torch.bfloat16, DEVICE)
     kernel = make(shape, layers, normalises=normalises)
-    for length in (1, 17, 130, 700, 1500, 3900):
-        row = random_row(shape, 2, length, torch.bfloat16, DEVICE)
-        check(shape, kernel, layers, row, normalises=normalises)
+    for length in (1, 17, 130, 700, 1500, 3900, 9000):
+        row = random_row(shape, num_layers, length, torch.bfloat16, DEVICE)
+        check(shape, kernel, layers, row, tolerance=tolerance, normalises=normalises)
 
 
 @on_hopper
