@@ -23,11 +23,14 @@ from tiny_checkpoints import hf_logits, hf_model, load
 from ringcore.attention.backend import AttentionBackend, OneRow
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, GroupContext, TokenContext
 from ringcore.distributed.parallel import SingleRank
+from ringcore.host.measurements import Measurements
+from ringcore.kernels.linears.found_tiles import FoundTiles
 from ringcore.kernels.persistent import persistent_layers as kernel_module
 from ringcore.kernels.persistent import persistent_tiles
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.rotary import KernelRotation
+from ringcore.model_executor.linear_schemes.searched_scheme import SearchedProduct, SearchedTiles, searched
 from ringcore.model_executor.models.decoder_layer import DecoderLayer, LayerInputs
 from ringcore.model_executor.models.persistent_decoder import PersistentDecoder
 from ringcore.model_executor.models.transformers.fusion import fused_layer
@@ -122,6 +125,19 @@ def test_not_over_ranks(tmp_path: Path) -> None:
     make(tmp_path, num_key_value_heads=2)
     models = on_all_ranks(2, lambda tp: load(tmp_path, tp, torch.bfloat16))
     assert [decoder_of(model) for model in models] == [None, None]
+
+
+@pytest.mark.parametrize("block", [None, BLOCK])
+def test_where_tiles_of_other_steps_are_searched(tmp_path: Path, block: tuple[int, int] | None) -> None:
+    """Its own has none: a recorded step of one row asks for none."""
+    model = make(tmp_path, block=block)
+    tiles = SearchedTiles(FoundTiles(Measurements(tmp_path), {"device": "a card"}))
+    for layer in model.layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            linear._product = searched(linear.product, tiles, num_bytes=0)
+            assert isinstance(linear.product, SearchedProduct)
+    assert PersistentDecoder.of(model.layers) is not None
 
 
 @pytest.mark.parametrize("block", [None, BLOCK])

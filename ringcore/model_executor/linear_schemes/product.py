@@ -52,6 +52,11 @@ class Product(ABC):
         """As self(x), for a sum over ranks: in float32 where that costs nothing."""
         return self(x, tokens)
 
+    @property
+    def unsearched(self) -> Product:
+        """This one, or that of which a search chooses the tiles."""
+        return self
+
     def refresh(self) -> None:  # noqa: B027 - most derive nothing
         """The contents of the bound tensors have changed: recomputes what was derived from them, at the same
         addresses."""

@@ -192,6 +192,11 @@ class SearchedProduct(Product):
             epilogue: inner.with_choice(self._searched(epilogue)) for epilogue in _EPILOGUES
         }
 
+    @property
+    def unsearched(self) -> Product:
+        found: Product = self._inner
+        return found
+
     def _searched(self, epilogue: str) -> Callable[[Choose], Choose]:
         tiles, known = self._tiles, dict[Any, Config | None]()
 

@@ -46,6 +46,7 @@ class _Linear(NamedTuple):
 
     @classmethod
     def of(cls, product: Product) -> _Linear | None:
+        product = product.unsearched
         if isinstance(product, KernelProduct) and product.dense is not None:
             return cls(*product.dense, None, product.dense[0].dtype)
         if isinstance(product, RoundedProduct) and product.fp8_blocks is not None:
