@@ -15,8 +15,8 @@ is late. With a fence, which waits until all stores have arrived behind the weig
 tag.
 
 Attention is split over tokens (split-KV): a program has two query heads, or as many as a KV head has if they are odd,
-and some tiles of 64 tokens. Where the context is long it has all query heads of a KV head, up to eight, so that keys are
-read once, and multiplies by tensor cores. Splits are merged by their log-sum-exp.
+and some tiles of 64 tokens. Where the context is long it has all query heads of a KV head, up to eight, so that keys
+are read once, and multiplies by tensor cores. Splits are merged by their log-sum-exp.
 
 In the place of an MLP a layer may have a mixture of experts (`persistent_experts.cuh`). Programs share out the router's
 logits, and wait once more; then each chooses the experts, as all do, and the thread that copies waits for this choice.
