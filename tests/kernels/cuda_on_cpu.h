@@ -276,9 +276,9 @@ inline u32 load_4(u32 address) { u32 found; memcpy(&found, shared + address, 4);
 inline void store_4(u32 address, u32 value) { memcpy(shared + address, &value, 4); }
 inline void store_16(u32 address, u32 a, u32 b, u32 c, u32 d) { u32 all[4] = {a, b, c, d}; memcpy(shared + address, all, 16); }
 
-// Lane 4 g + t has of the first matrix rows g and g + 8, of the second column g, and of the sums columns 2 t and 2 t + 1.
-inline void multiply_bytes(int* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second) {
-    const u64 own[6] = {a, b, c, d, first, second};
+// Lane 4 g + t has of the first matrix rows g and g + 8, of the second column g, and of the sums columns 2 t and 2 t + 1. dot:
+// a sum, and that of what two words have.
+template <class Sum, class Dot> void multiply_matrices(Sum* sums, const u64 (&own)[6], Dot dot) {
     memcpy(mine.of_lanes[current], own, sizeof own);
     __syncwarp();
     const u32 warp = current & ~31u, group = current >> 2 & 7, part = current & 3;
@@ -286,10 +286,13 @@ inline void multiply_bytes(int* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32
         for (u32 k = 0; k < 4; k++) {
             const u64* row = mine.of_lanes[warp + 4 * group + k];
             const u64* column = mine.of_lanes[warp + 4 * (2 * part + i % 2) + k];
-            sums[i] = dot_of_bytes(row[i / 2], column[4], true, sums[i]);
-            sums[i] = dot_of_bytes(row[2 + i / 2], column[5], true, sums[i]);
+            for (int half = 0; half < 2; half++) sums[i] = dot(sums[i], row[i / 2 + 2 * half], column[4 + half]);
         }
     __syncwarp();
+}
+
+inline void multiply_bytes(int* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second) {
+    multiply_matrices(sums, {a, b, c, d, first, second}, [](int sum, u32 x, u32 y) { return dot_of_bytes(x, y, true, sum); });
 }
 
 inline float from_float16(u16 bits) { _Float16 found; memcpy(&found, &bits, 2); return found; }
@@ -355,20 +358,11 @@ inline void load_transposed(u32* pairs, u32 row) {
 
 inline float from_16_bits(u16 bits, int type) { return type == 0 ? __uint_as_float((u32)bits << 16) : from_float16(bits); }
 
-// Lane 4 g + t has of the first matrix rows g and g + 8, of the second column g, and of the sums columns 2 t and 2 t + 1.
 inline void multiply_16_bits(float* sums, u32 a, u32 b, u32 c, u32 d, u32 first, u32 second, int type) {
-    const u64 own[6] = {a, b, c, d, first, second};
-    memcpy(mine.of_lanes[current], own, sizeof own);
-    __syncwarp();
-    const u32 warp = current & ~31u, group = current >> 2 & 7, part = current & 3;
-    for (int i = 0; i < 4; i++)
-        for (u32 k = 0; k < 8; k++) {
-            const u64* row = mine.of_lanes[warp + 4 * group + k / 2];
-            const u64* column = mine.of_lanes[warp + 4 * (2 * part + i % 2) + k / 2];
-            for (int half = 0; half < 2; half++)
-                sums[i] += from_16_bits(row[i / 2 + 2 * half] >> k % 2 * 16, type) * from_16_bits(column[4 + half] >> k % 2 * 16, type);
-        }
-    __syncwarp();
+    multiply_matrices(sums, {a, b, c, d, first, second}, [type](float sum, u32 x, u32 y) {
+        sum += from_16_bits(x, type) * from_16_bits(y, type);
+        return sum + from_16_bits(x >> 16, type) * from_16_bits(y >> 16, type);
+    });
 }
 
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }

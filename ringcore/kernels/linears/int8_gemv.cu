@@ -58,7 +58,7 @@ template <int TYPE> __device__ __forceinline__ float load_number(const void* ten
 
 template <int TYPE> __device__ __forceinline__ void store_number(void* tensor, int at, float value) {
     if (TYPE == 2) { ((float*)tensor)[at] = value; return; }
-    ((u16*)tensor)[at] = TYPE == 0 ? to_bfloat16(value) : to_float16(value);
+    ((u16*)tensor)[at] = to_16_bits(value, TYPE);
 }
 
 // The producer: one thread fills the ring. At most WINDOW stages are on their way, and EARLY_WINDOW before this kernel

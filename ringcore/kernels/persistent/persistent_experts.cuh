@@ -55,14 +55,14 @@ struct Mlp {
     }
 
     static __device__ __forceinline__ float rounded(float value) {
-        return low_half(TYPE == 0 ? to_bfloat16(value) : to_float16(value), TYPE);
+        return low_half(to_16_bits(value, TYPE), TYPE);
     }
 
     // In the order in which experts are chosen: by logits of 16 bits, which that of no number precedes, then by index. All
     // differ, so that K experts are chosen whatever the logits are.
     static __device__ __forceinline__ u32 key_of(u32 word, int expert) {
         const float logit = number_of(word) + 0.f;  // no -0
-        const u32 bits = TYPE == 0 ? to_bfloat16(logit) : to_float16(logit);
+        const u32 bits = to_16_bits(logit, TYPE);
         return (bits & 0x8000 ? ~bits << 16 : (bits | 0x8000) << 16) | (0xffff - expert);
     }
 
