@@ -1,7 +1,7 @@
 // Weights of the products of persistent_layers.cu: how they get to the ring, how they become numbers, and what of a row they
 // are multiplied by.
 //
-// Macros: those of persistent_program.cuh and persistent_attention.cuh, and MAX_LAYERS and PRODUCTS. Where WEIGHT_BYTES is 1
+// Macros: those of persistent_program.cuh and persistent_heads.cuh, and MAX_LAYERS and PRODUCTS. Where WEIGHT_BYTES is 1
 // weights are codes of float8_e4m3fn, but for those of a router: a block of BLOCK outputs and BLOCK inputs has a float32 scale.
 
 // A product of a layer. A slot of the ring has rows of the weight, or one of equal parts of a row; a program sums up a
