@@ -41,7 +41,6 @@ FUNCTIONS: dict[str, tuple[int, str]] = {
     "kernels/attention/latent_attention_decode.py:latent_attention_decode": (46, "a launch, as above"),
     "kernels/attention/latent_rows.py:latent_rows": (42, "a launch, as above"),
     "kernels/logits/sampling.py:sample_tokens": (50, "a launch, as above"),
-    "kernels/rms_norm.py:rms_norm": (48, "a launch, as above"),
     "kernels/linears/skinny_linear.py:skinny_linear": (49, "a launch, as above"),
     "kernels/linears/tma_linear.py:launch_tma_linear": (49, "a launch, as above"),
     "kernels/linears/skinny_linear.py:_launch_dot": (50, "a launch, as above"),

@@ -118,9 +118,9 @@ class Linears:
 def _product(tensors: Tensors, kernel: str, config: dict[str, Any]) -> Call:
     if kernel == "cublas":
         return lambda weight, total: _by_cublas(tensors, weight, total)
-    from ringcore.kernels.linears.round_rows import RowNorm
     from ringcore.kernels.linears.skinny_linear import new_split_k_counters, skinny_linear
     from ringcore.kernels.linears.skinny_tiles import DotConfig, FmaConfig, TmaConfig
+    from ringcore.kernels.partials import RowNorm
 
     kinds: dict[str, type[Config]] = {"fma": FmaConfig, "dot": DotConfig, "tma": TmaConfig}
     chosen = kinds[kernel](**config)

@@ -78,7 +78,7 @@ def partial_arguments(x: torch.Tensor, partials: Partials | None) -> dict[str, A
     if partials is None:
         options = {"split_stride": 0, "row_stride": 0, "num_partials": 0, "is_weighted": False}
         return {"partials": x, "partial_weights": x, **options}
-    rows, weights = partials
+    rows, weights, _ = partials
     assert partials.fit(x), (rows.shape, rows.stride(), x.shape)
     strides = {"split_stride": rows.stride(0), "row_stride": rows.stride(1)}
     options = {"num_partials": len(rows), "is_weighted": weights is not None}
@@ -86,7 +86,9 @@ def partial_arguments(x: torch.Tensor, partials: Partials | None) -> dict[str, A
 
 
 def add_partials(x: torch.Tensor, partials: Partials) -> None:
-    """x [n, size], contiguous, of any float dtype, += their sum, accumulated in float32 and rounded once."""
+    """x [n, size], contiguous, of any float dtype, += their sum, accumulated in float32 and rounded once. For their
+    norm see `rms_norm.add_normed`."""
+    assert partials.norm is None
     assert x.is_contiguous()
     num_rows, size = x.shape
     block, pdl = min(_MAX_BLOCK, triton.next_power_of_2(size)), supports_pdl(x.device)

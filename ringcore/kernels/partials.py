@@ -6,20 +6,34 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Partials"]
+__all__ = ["Partials", "RowNorm"]
+
+
+class RowNorm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * gain of each row x."""
+
+    gain: torch.Tensor  # [size], any float dtype
+    eps: float
 
 
 class Partials(NamedTuple):
-    """Their sum over the first dimension: split-K partials of a product, or the rows of each token's experts, with
-    their weights."""
+    """Their sum over the first dimension, or its norm: split-K partials of a product, or the rows of each token's
+    experts, with their weights."""
 
     rows: torch.Tensor  # [p, n, size], of any float dtype, the last dimension contiguous
     weights: torch.Tensor | None = None  # [n, p], of any float dtype, contiguous; None: of 1
+    norm: RowNorm | None = None  # of the sum (post-norm)
 
     def total(self) -> torch.Tensor:
         """[n, size] float32, in plain torch."""
         rows = self.rows.float()
-        return (rows if self.weights is None else rows * self.weights.float().t()[:, :, None]).sum(0)
+        if len(rows) == 1 and self.weights is None and self.norm is None:
+            return rows[0]
+        total = (rows if self.weights is None else rows * self.weights.float().t()[:, :, None]).sum(0)
+        if self.norm is None:
+            return total
+        scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + self.norm.eps)
+        return total * scale * self.norm.gain.float()
 
     def fit(self, x: torch.Tensor) -> bool:
         """Whether they may be added to x."""

@@ -58,14 +58,17 @@ def without_cpu_kernels() -> Iterator[None]:
         _has_cpu_kernels.reset(token)
 
 
-def add_partials(x: torch.Tensor, partials: Partials) -> torch.Tensor:
-    """x [n, size] += their sum, in place -> x."""
+def add_partials(x: torch.Tensor, partials: Partials, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [n, size] += their sum, or its norm, in place -> x, or its numbers in another dtype."""
     if has_kernels(x.device):
-        from ringcore.kernels import add_partials as kernels
+        from ringcore.kernels import add_partials, rms_norm
 
-        kernels.add_partials(x, partials)
-        return x
-    return x.add_(partials.total())
+        if partials.norm is not None:
+            return rms_norm.add_normed(x, partials, dtype)
+        add_partials.add_partials(x, partials)
+    else:
+        x.add_(partials.total())
+    return x if dtype is None else x.to(dtype)
 
 
 def gather_rows(

@@ -14,7 +14,7 @@ __all__ = ["Norm", "NormedRows", "Residual"]
 
 class Norm(Protocol):
     """x / sqrt(mean(x^2) + eps) * gain of every row, which a product may compute as its prologue, or without a gain
-    something else; the sum of `partials` is added to x first, in place."""
+    something else; `partials` are added to x first, in place."""
 
     eps: float
 
@@ -27,8 +27,8 @@ class Norm(Protocol):
 class Residual:
     """Rows [n, size], to which every layer adds in place.
 
-    A layer may defer its add, of the split-K partials of a product or of the weighted rows of experts: the next norm
-    that reads the stream adds them in the same pass over memory, which saves a kernel.
+    A layer may defer its add, of the split-K partials of a product, of their norm, or of the weighted rows of experts:
+    the next norm that reads the stream adds them in the same pass over memory, which saves a kernel.
     """
 
     __slots__ = ("_partials", "_rows")
@@ -46,6 +46,11 @@ class Residual:
         """[n, size], after any deferred add."""
         rows, partials = self.take()
         return rows if partials is None else ops.add_partials(rows, partials)
+
+    @property
+    def adds_norm(self) -> bool:
+        """Whether what is deferred is the norm of partials."""
+        return self._partials is not None and self._partials.norm is not None
 
     def defer_add(self, partials: Partials) -> None:
         """rows += the sum of partials, done by the next read of the stream; the caller must not write to them."""

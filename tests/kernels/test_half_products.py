@@ -9,9 +9,10 @@ import torch
 from test_round_rows import fp8_weight, product_of
 from test_weight_tiles import FMA, LONG_RUNS, RUNS_FMA, packed, random
 
-from ringcore.kernels.linears.round_rows import RowNorm, round_rows_reference
+from ringcore.kernels.linears.round_rows import round_rows_reference
 from ringcore.kernels.linears.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.linears.skinny_tiles import PackedFmaConfig
+from ringcore.kernels.partials import RowNorm
 
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))

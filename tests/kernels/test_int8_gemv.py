@@ -31,9 +31,9 @@ from ringcore.kernels.linears import int8_gemv_configs
 from ringcore.kernels.linears.int8_gemv import int8_gemv, specialization
 from ringcore.kernels.linears.int8_gemv_configs import choose_int8_gemv, fits_int8_gemv, int8_gemv_config
 from ringcore.kernels.linears.packed_weight import NIBBLES, PackedWeight
-from ringcore.kernels.linears.round_rows import RowNorm
 from ringcore.kernels.linears.skinny_linear import Activation, skinny_linear, skinny_linear_reference
 from ringcore.kernels.linears.skinny_tiles import Int8GemvConfig, PackedFmaConfig
+from ringcore.kernels.partials import RowNorm
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct

@@ -18,6 +18,7 @@ from ringcore.kernels import activation, rms_norm
 from ringcore.kernels.attention.qk_norm_rope import qk_norm_rope_reference
 from ringcore.kernels.linears import skinny_configs
 from ringcore.kernels.linears.skinny_tiles import DotConfig
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.activation import bind_activation
 from ringcore.model_executor.layers.norm import RMSNorm, bind_rms_norm
@@ -141,8 +142,9 @@ def test_models_whose_linears_defer_split_k_partials(folder_of, device, monkeypa
         Residual, "defer_add", lambda self, partials: (deferred.append(partials), defer_add(self, partials))
     )
     assert_no_further_off(folder_of(family, torch.float16), device, monkeypatch)
-    # 3 steps of 2 layers, each with o_proj and down_proj; Gemma normalises them before they are added.
-    assert len(deferred) == (0 if family == "Gemma3" else 12)
+    assert len(deferred) == 12  # 3 steps of 2 layers, each with o_proj and down_proj
+    assert all(len(partials.rows) > 1 for partials in deferred)
+    assert all((partials.norm is not None) == (family == "Gemma3") for partials in deferred)  # which has post-norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -159,7 +161,9 @@ def test_norms(device, plus_one, dtype):
     norm = RMSNorm("norm", "model.norm", 48, 1e-5, dtype, plus_one=plus_one)
     norm.bind({"norm.weight": weight})
     total = hidden.double() + exact
-    norm.add_to(Residual(hidden), x)
+    stream = Residual(hidden)
+    norm.add_to(stream, Partials(x[None]))
+    assert stream.rows is hidden
     torch.testing.assert_close(hidden.double(), total, atol=2e-5, rtol=rtol)
 
 

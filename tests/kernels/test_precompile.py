@@ -36,13 +36,14 @@ def test_launches_are_intercepted_once_and_compiled_for_the_next_process(tmp_pat
         import torch, triton_for_sm90
         from ringcore.kernels.activation import silu_and_mul
         from ringcore.kernels.launch.precompile import intercept_launches, compile_variants
-        from ringcore.kernels.rms_norm import rms_norm
+        from ringcore.kernels.partials import Partials, RowNorm
+        from ringcore.kernels.rms_norm import add_normed, rms_norm
 
         with intercept_launches() as intercepted:
             for n in (1, 2, 3, 1):
                 x = torch.ones(n, 64)
                 assert not rms_norm(x, torch.ones(64), 1e-6, out=torch.zeros(n, 64)).any(), "it ran"
-                assert rms_norm(x, torch.ones(64), 1e-6, add_to=torch.ones(n, 64)).all()
+                assert add_normed(torch.ones(n, 64), Partials(x[None], norm=RowNorm(torch.ones(64), 1e-6))).all()
                 silu_and_mul(x)
         variants = list(intercepted.values())
         print(*sorted(variant.kernel.__name__ for variant in variants))

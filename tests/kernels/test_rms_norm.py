@@ -11,8 +11,8 @@ import torch
 from rounding import rounding, rounds_to_nearest
 
 from ringcore.kernels.add_partials import add_partials
-from ringcore.kernels.partials import Partials
-from ringcore.kernels.rms_norm import MAX_SIZE, rms_norm, rms_norm_reference
+from ringcore.kernels.partials import Partials, RowNorm
+from ringcore.kernels.rms_norm import MAX_SIZE, add_normed, rms_norm, rms_norm_reference
 
 pytestmark = pytest.mark.sampled
 
@@ -46,6 +46,11 @@ def randn(*shape, seed=0, dtype=torch.float32, device="cpu"):
 def poisoned(rows, size, dtype, device):
     """Room for `rows`, with some more rows behind it that nobody may write."""
     return torch.full((rows + 9, size), float("nan"), dtype=dtype, device=device)
+
+
+def added(rows, weight):
+    """Of which the norm is added."""
+    return Partials(rows[None], norm=RowNorm(weight, EPS))
 
 
 def assert_normed(ours, x, weight, eps=EPS):
@@ -83,7 +88,7 @@ def test_added_to_the_stream(device, shape, dtype):
     total, kept = hidden.double() + normed, x.clone()
     stream = poisoned(*shape, dtype, device)
     stream[: shape[0]] = hidden
-    assert rms_norm(x, weight, EPS, add_to=stream[: shape[0]]).data_ptr() == stream.data_ptr()
+    assert add_normed(stream[: shape[0]], added(x, weight)).data_ptr() == stream.data_ptr()
     # Rounded once, as the sum; 4e-6 of the norm is its own error.
     room = 4e-6 * normed.abs() + rounding(dtype, device) * total.abs() * 1.001 + 1e-6
     assert ((stream[: shape[0]].double() - total).abs() <= room).all()
@@ -94,22 +99,28 @@ def test_added_to_the_stream(device, shape, dtype):
 @pytest.mark.parametrize("num_partials", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(5, 64), (33, 128), (3, 1025), pytest.param((256, 4096), marks=large)])
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_partials_are_added_first(device, shape, num_partials, is_weighted):
+@pytest.mark.parametrize("adds_norm", [False, True])
+def test_partials_are_added_first(device, shape, num_partials, is_weighted, adds_norm):
     """Those of a product are one after the other; with weights, as of experts, those of a row are."""
     stream = poisoned(*shape, torch.float32, device)
     x = stream[: shape[0]].copy_(randn(*shape, device=device))
     rows, weight = randn(num_partials, *shape, seed=1, device=device), randn(shape[1], seed=2, device=device)
-    partials, total, kept = Partials(rows), x.double() + rows.double().sum(0), rows.clone()
+    partials, of_rows, kept = Partials(rows), rows.double().sum(0), rows.clone()
     if is_weighted:
         weights = randn(shape[0], num_partials, seed=3, device=device)
         partials = Partials(rows.transpose(0, 1).contiguous().transpose(0, 1), weights)
-        total = x.double() + torch.einsum("pns,np->ns", rows.double(), weights.double())
+        of_rows = torch.einsum("pns,np->ns", rows.double(), weights.double())
+    if adds_norm:
+        gain = 1 + 0.3 * randn(shape[1], seed=4, device=device)
+        partials = partials._replace(norm=RowNorm(gain, EPS))
+        of_rows *= (of_rows.square().mean(-1, keepdim=True) + EPS).rsqrt() * gain.double()
+    total = x.double() + of_rows
     reference = x.clone()
     exact = rms_norm_reference(reference, weight, EPS, partials=partials)
     ours = rms_norm(x, weight, EPS, partials=partials)
     assert ours.data_ptr() != x.data_ptr()
     for stream_now, normed in ((x, ours), (reference, exact)):
-        torch.testing.assert_close(stream_now.double(), total, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(stream_now.double(), total, atol=4e-6, rtol=4e-6)
         assert_normed(normed, stream_now, weight)
     assert torch.equal(partials.rows, kept)
     assert stream[shape[0] :].isnan().all()
@@ -149,20 +160,22 @@ def test_between_a_stream_of_float32_and_16_bits(device, dtype):
     torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=rounding(dtype, device) + 4e-6)
     stream, narrow = randn(5, 576, seed=2, device=device), x.to(dtype)
     total = stream.double() + rms_norm_reference(narrow.double().float(), weight, EPS).double()
-    assert rms_norm(narrow, weight, EPS, add_to=stream) is stream
+    before = stream.clone()
+    assert add_normed(stream, added(narrow, weight)) is stream
     torch.testing.assert_close(stream.double(), total, atol=1e-5, rtol=1e-5)
+    rounded = add_normed(before, added(narrow, weight), dtype)
+    assert torch.equal(before, stream)
+    torch.testing.assert_close(rounded.float(), stream, atol=0, rtol=rounding(dtype, device))
     assert rms_norm_reference(x, weight, EPS, dtype=dtype).dtype == dtype
 
 
 def test_the_reference_is_the_definition(device):
-    x, hidden = (randn(3, 40, seed=seed, device=device) for seed in (0, 1))
+    x = randn(3, 40, device=device)
     weight = randn(40, seed=2, device=device)
     ours = rms_norm_reference(x, weight, EPS)
     assert_normed(ours, x, weight)
     assert torch.equal(rms_norm_reference(x, weight, EPS, out=torch.empty_like(x)), ours)
-    total = hidden + ours
-    assert rms_norm_reference(x, weight, EPS, add_to=hidden) is hidden
-    assert torch.equal(hidden, total)
+    torch.testing.assert_close(added(x, weight).total(), ours)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -172,8 +185,8 @@ def test_kernel_and_reference_agree(device, dtype):
     # Where float32 sums fall on the two sides of a rounding, one unit apart.
     rtol = 1e-5 + 2 * rounding(dtype, x.device) * (dtype != torch.float32)
     torch.testing.assert_close(rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS), atol=1e-6, rtol=rtol)
-    expected = rms_norm_reference(x, weight, EPS, add_to=hidden.clone())
-    torch.testing.assert_close(rms_norm(x, weight, EPS, add_to=hidden), expected, atol=1e-6, rtol=rtol)
+    expected = (hidden.float() + added(x, weight).total()).to(dtype)
+    torch.testing.assert_close(add_normed(hidden, added(x, weight)), expected, atol=1e-6, rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -211,8 +224,8 @@ def test_out_may_be_the_input(device):
     expected = rms_norm(x, weight, EPS)
     assert rms_norm(x, weight, EPS, out=x) is x
     assert torch.equal(x, expected)
-    with pytest.raises(AssertionError, match="not both"):
-        rms_norm(x, weight, EPS, out=x, add_to=x)
+    with pytest.raises(AssertionError, match="no norm"):
+        add_normed(x, Partials(x[None]))
 
 
 def test_no_rows(device):

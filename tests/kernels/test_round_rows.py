@@ -11,11 +11,11 @@ import torch
 from ringcore.attention.context import NO_TOKEN_CONTEXT
 from ringcore.kernels.linears.expand_weight import expand_weight
 from ringcore.kernels.linears.packed_weight import BYTES_FP8, PackedWeight
-from ringcore.kernels.linears.round_rows import RowNorm, round_rows, round_rows_reference
+from ringcore.kernels.linears.round_rows import round_rows, round_rows_reference
 from ringcore.kernels.linears.skinny_configs import choose_rounded
 from ringcore.kernels.linears.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.linears.skinny_tiles import DotConfig, PackedFmaConfig
-from ringcore.kernels.partials import Partials
+from ringcore.kernels.partials import Partials, RowNorm
 from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import Derived

@@ -16,13 +16,13 @@ from rounding import rounding
 
 from ringcore.kernels.linears.skinny_configs import MAX_ROWS, choose
 from ringcore.kernels.linears.skinny_linear import (
-    RowNorm,
     new_split_k_counters,
     num_prefetched_inputs,
     skinny_linear,
     skinny_linear_reference,
 )
 from ringcore.kernels.linears.skinny_tiles import DotConfig, FmaConfig
+from ringcore.kernels.partials import RowNorm
 from ringcore.worker.memory.host_memory import HostVirtualMemory, host_view
 
 pytestmark = pytest.mark.sampled

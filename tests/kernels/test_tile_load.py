@@ -75,7 +75,7 @@ WITH_A_NORM = """
     from ringcore.kernels.launch.precompile import intercept_launches
     from ringcore.kernels.linears import packed_fma
     from ringcore.kernels.linears.packed_weight import BYTES_FP8, NIBBLES, PackedWeight
-    from ringcore.kernels.linears.round_rows import RowNorm
+    from ringcore.kernels.partials import RowNorm
     from ringcore.kernels.linears.skinny_linear import skinny_linear
     from ringcore.kernels.linears.skinny_tiles import PackedFmaConfig
 

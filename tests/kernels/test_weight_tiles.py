@@ -14,11 +14,11 @@ from quantized_checkpoints import store
 from test_precompile import run
 
 from ringcore.checkpoint import quantization as formats
-from ringcore.kernels.linears.round_rows import RowNorm
 from ringcore.kernels.linears.skinny_configs import choose_packed
 from ringcore.kernels.linears.skinny_linear import skinny_linear, skinny_linear_reference
 from ringcore.kernels.linears.skinny_tiles import DotConfig, PackedFmaConfig
 from ringcore.kernels.linears.skinny_times import NIBBLE_NUMBERS
+from ringcore.kernels.partials import RowNorm
 from ringcore.model_executor import ops
 from ringcore.model_executor.linear_schemes.kernel_product import KernelProduct
 from ringcore.model_executor.linear_schemes.packed_weight import packed_weight

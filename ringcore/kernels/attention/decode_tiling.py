@@ -17,6 +17,7 @@ _MANY_SEQS = 128
 _WARP_WIDTHS = (64, 128)  # head sizes
 _HOPPER = 9  # of a compute capability
 _WIDE_TOKEN, _FEW_ROWS = 128, 8  # bytes of a key in FP8, rows of a tile: up to them two warps have enough registers
+_SOME_ROWS = 16  # of a tile of `warp_split_decode`, at most
 
 
 class DecodeTiling(NamedTuple):
@@ -74,20 +75,30 @@ class DecodeTiling(NamedTuple):
         256 x 550 144.3 and 141.0, 256 x 300 to 800 150.2 and 146.1, 4 KV heads 134.3 and 131.4, 128 x 550 75.8 and
         75.3, 64 x 550 41.7 and 43.1. Two waves, of 7 and 3%, are no better. In FP8 256 x 1,000 take 137.0 and 138.8.
 
+        Heads of 64 have tiles of half the bytes: a step of Llama-3.2-1B with 64 rows of 1,150 tokens takes 1.58 ms with
+        two programs an SM, 1.50 with three, 1.57 with four; with 256 rows 2.93, 2.86 and 2.97. 16 query heads for each
+        of 2 KV heads (GLM-4-9B): by `choose` 5.31 and 6.49 ms with 8 and 64 rows, with two programs an SM of two stages
+        5.10 and 6.35, one of five 5.04 and 6.30; with 256 rows 11.4 and 11.5.
+
         The last two columns are of pages with the exponents behind each head's codes. With all at the end of a page
         they are 139 and 135 by `choose`, 138 and 134 by (64, 4, 4, 2, 2).
         """
         width, v_width = sizes
-        fits = width == v_width in _WARP_WIDTHS and dtypes[0].itemsize == 2 and group <= _FEW_ROWS
+        fits = width == v_width in _WARP_WIDTHS and dtypes[0].itemsize == 2 and group <= _SOME_ROWS
         if not (fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER):
             return None  # other GPUs may have less shared memory, and it was measured on none
-        few, many = (3, 3) if dtypes[1].itemsize == 2 else (6, 4)  # pipeline stages of heads of 128
+        rows, is_fp8 = _FEW_ROWS if group <= _FEW_ROWS else _SOME_ROWS, dtypes[1].itemsize == 1
         if num_seqs <= _FEW_SEQS:
-            return cls(64, 4, few * 128 // width, 1, 2, 16, by_warps=True, whole_tiles=3)
-        tail_percent = 10 if num_seqs >= _MANY_SEQS and dtypes[1].itemsize == 2 else 0
+            stages = (6 if is_fp8 else 3) * 128 // width
+            return cls(64, 4, stages, 1, 2, 16, rows, by_warps=True, whole_tiles=3)
+        tail_percent = 10 if num_seqs >= _MANY_SEQS and not is_fp8 else 0
+        programs, stages = 2, (4 if is_fp8 else 3) * 128 // width
+        if not is_fp8 and rows == _SOME_ROWS:  # of which the sums of the warps take the place of a stage
+            programs, stages = (2, 2 * 128 // width) if num_seqs >= _MANY_SEQS else (1, 5 * 128 // width)
+        elif not is_fp8 and width == _WARP_WIDTHS[0]:
+            programs, stages = 3, 4
         # A kernel has one carve-out, so these are not partials_per_round of the other.
-        stages = many * 128 // width
-        return cls(64, 4, stages, 2, 2, 4, by_warps=True, whole_tiles=3, tail_percent=tail_percent)
+        return cls(64, 4, stages, programs, 2, 4, rows, by_warps=True, whole_tiles=3, tail_percent=tail_percent)
 
     @classmethod
     def choose(

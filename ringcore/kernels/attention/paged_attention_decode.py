@@ -26,14 +26,14 @@ from ringcore.kernels.attention.page_layout import PageLayout, padded_head_size
 from ringcore.kernels.attention.paged_decode_kernel import paged_decode_kernel
 from ringcore.kernels.attention.qk_norm_rope import LARGEST
 from ringcore.kernels.attention.shared_prefixes import SharedPrefixes
-from ringcore.kernels.attention.warp_split_decode import ROWS, warp_split_decode
+from ringcore.kernels.attention.warp_split_decode import warp_split_decode
 from ringcore.kernels.launch.dependent_launch import launch_options, supports_pdl
 from ringcore.kernels.launch.shared_memory import prefer_carveout
 
 __all__ = ["paged_attention_decode"]
 
 _QUERY_BYTES = 16 << 10  # the largest query tile of which two fit in shared memory with two tiles of keys and values
-_MAX_REGISTERS = 255  # of a thread
+_MAX_REGISTERS, _REGISTERS_OF_THREE = 255, 168  # of a thread; where three programs of four warps run at once
 _MAX_WORDS = 64  # of a thread of `warp_split_decode`, in the partials that are read together: registers
 
 
@@ -165,7 +165,7 @@ def _launch_by_warps(
     tiling, group = tile_scheduler.tiling, tile_scheduler.group
     num_seqs, num_heads, head_size = query.shape
     page = PageLayout.of(kv_cache, head_size)
-    combine_rows = ROWS.value if group > ROWS.value // 2 else ROWS.value // 2
+    combine_rows = tiling.rows if group > tiling.rows // 2 else tiling.rows // 2
     words = combine_rows * head_size // (32 * tiling.num_warps)  # of a thread, in one partial
     kernel = warp_split_decode[(tile_scheduler.num_ranges,)](
         query,
@@ -187,6 +187,7 @@ def _launch_by_warps(
         tile_scheduler.num_programs,
         num_kv_heads=page.num_kv_heads,
         group=group,
+        rows=tiling.rows,
         combine_rows=combine_rows,
         partials_per_round=min(tiling.partials_per_round, _MAX_WORDS // words),
         block_size=page.block_size,
@@ -202,6 +203,14 @@ def _launch_by_warps(
         num_warps=tiling.num_warps,
         pdl=True,
         launch_pdl=True,
-        maxnreg=_MAX_REGISTERS if page.exponent_offset else None,  # without it the assembler takes 168, and spills
+        maxnreg=_registers(tiling.programs_per_sm, page.exponent_offset > 0),
     )
     prefer_carveout(kernel, tiling.programs_per_sm, query.device)
+
+
+def _registers(programs_per_sm: int, is_fp8: bool) -> int | None:
+    """Of a thread of `warp_split_decode`, at most; None: the assembler's choice, with which two programs run at once.
+    In FP8 that is 168, and spills."""
+    if programs_per_sm > 2:
+        return _REGISTERS_OF_THREE
+    return _MAX_REGISTERS if is_fp8 else None

@@ -10,9 +10,9 @@ is for steps whose time is a chain of waits, not the bytes that they read:
 * QK norm, rotary embedding and the KV write may be done here: they cost a boundary between kernels less
   (`warp_split_item`).
 
-Products are by `mma` of 16 tokens, or 16 dimensions of the values, by 8 query heads (`warp_split_products`). Triton
-loads no tile before a wait and lays no softmax out by warps, so this is Gluon, which has no interpreter: it is compared
-with `paged_attention_decode_reference` on a GPU alone.
+Products are by `mma` of 16 tokens, or 16 dimensions of the values, by 8 or 16 query heads (`warp_split_products`).
+Triton loads no tile before a wait and lays no softmax out by warps, so this is Gluon, which has no interpreter: it is
+compared with `paged_attention_decode_reference` on a GPU alone.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ from ringcore.kernels.attention.warp_split_tiles import (
 )
 from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait
 
-__all__ = ["ROWS", "warp_split_decode"]
-
-ROWS = gl.constexpr(8)  # query heads of a KV head, at most: the columns of a product
+__all__ = ["warp_split_decode"]
 
 
 @gluon.jit(do_not_specialize=["table_stride", "span_rows", "unwritten", "num_resident"])
@@ -78,7 +76,8 @@ def warp_split_decode(
     num_resident,  # programs that run at once; others have ranges of the tail
     num_kv_heads: gl.constexpr,
     group: gl.constexpr,
-    combine_rows: gl.constexpr,  # group or more: ROWS, or half of it
+    rows: gl.constexpr,  # group or more: 8 or 16, the columns of a product
+    combine_rows: gl.constexpr,  # group or more: rows, or half of them
     partials_per_round: gl.constexpr,
     block_size: gl.constexpr,
     head_size: gl.constexpr,
@@ -104,7 +103,7 @@ def warp_split_decode(
     dtype: gl.constexpr = query.dtype.element_ty
     summed: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     second_factor: gl.constexpr = gl.DotOperandLayout(1, summed, 2)
-    result_layout: gl.constexpr = row_layout(ROWS, num_warps)
+    result_layout: gl.constexpr = row_layout(rows, num_warps)
     is_fp8: gl.constexpr = exponent_offset > 0
     bits: gl.constexpr = 8 if is_fp8 else 16
     factor_dtype: gl.constexpr = gl.float16 if is_fp8 else dtype
@@ -112,11 +111,11 @@ def warp_split_decode(
     ring = allocate_ring(kv_cache.dtype.element_ty, stages, num_warps, head_size, is_fp8)
     # Swizzled so that a product's layout is stored without bank conflicts.
     accs_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
-    accs = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS, head_size], accs_layout)
+    accs = gl.allocate_shared_memory(gl.float32, [num_warps, rows, head_size], accs_layout)
     exchange = accs.slice(0, 1, 0)  # between items
     maxima_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    maxima = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS], maxima_layout)
-    sums = gl.allocate_shared_memory(gl.float32, [num_warps, ROWS], maxima_layout)
+    maxima = gl.allocate_shared_memory(gl.float32, [num_warps, rows], maxima_layout)
+    sums = gl.allocate_shared_memory(gl.float32, [num_warps, rows], maxima_layout)
     # Per step, like the tables: see `paged_attention_decode`.
     num_units = program * 0 if shared_words is None else gl.load(units, cache_modifier=".cg")
     # An empty range: its sequence may be one that there is not.
@@ -164,20 +163,20 @@ def warp_split_decode(
     own_key = last_key(own_table, item_len, page_size, block_size, head_size) + item_head * head_stride
     if pdl:
         gdc_wait()
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result_layout)), 1)
+    row = gl.expand_dims(gl.arange(0, rows, gl.SliceLayout(1, result_layout)), 1)
     dim = gl.expand_dims(gl.arange(0, head_size, gl.SliceLayout(0, result_layout)), 0)
     in_item = row * head_size + dim
     in_bounds = (row < group) & (dim >= 0)
     queries, factor, own_keys, own_values = load_item(
         query, kv_cache, cos_sin, norm_weight, eps, item_sequence, item_head, own_key,
         gl.maximum(item_len - 1, 0) % block_size, item_len > 0, query_stride,
-        exchange, num_kv_heads, group, ROWS, head_size, value_offset, exponent_offset, block_size, clamp,
+        exchange, num_kv_heads, group, rows, head_size, value_offset, exponent_offset, block_size, clamp,
         result_layout, factor_layout,
     )  # fmt: skip
     of_warp = gl.expand_dims(gl.arange(0, num_warps, gl.SliceLayout(1, gl.SliceLayout(2, summed))), 1) * WARP_TOKENS
     of_warp += gl.expand_dims(gl.arange(0, WARP_TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, summed))), 0)
-    partial = gl.zeros([ROWS, head_size], gl.float32, result_layout)
-    partial_lse = gl.zeros([ROWS, head_size], gl.float32, result_layout)
+    partial = gl.zeros([rows, head_size], gl.float32, result_layout)
+    partial_lse = gl.zeros([rows, head_size], gl.float32, result_layout)
     slot, i = 0, 0
     while i < count:
         item_first, first_tile, num_tiles = context_tiles(item_len, window, chunk, tile_tokens, item_shared)
@@ -188,10 +187,10 @@ def warp_split_decode(
             has_own &= next_i <= stages  # copied without its last token
         item_end = item_len - has_own.to(gl.int32)
         token = of_warp + (first_tile + item_tile) * tile_tokens
-        warp_max = gl.full([num_warps, ROWS], MASK_VALUE, gl.float32, gl.SliceLayout(1, summed))
-        warp_sum = gl.zeros([num_warps, WARP_TOKENS, ROWS], gl.float32, summed)
-        acc = no_values(num_warps, head_size, ROWS, is_fp8, summed)
-        shape: gl.constexpr = [num_warps, head_size, ROWS]
+        warp_max = gl.full([num_warps, rows], MASK_VALUE, gl.float32, gl.SliceLayout(1, summed))
+        warp_sum = gl.zeros([num_warps, WARP_TOKENS, rows], gl.float32, summed)
+        acc = no_values(num_warps, head_size, rows, is_fp8, summed)
+        shape: gl.constexpr = [num_warps, head_size, rows]
         factors, _broadcast = gl.broadcast(factor.to(factor_dtype), gl.zeros(shape, factor_dtype, factor_layout))
         for j in range(i, next_i):
             async_copy.wait_group(stages - 1)
@@ -237,7 +236,7 @@ def warp_split_decode(
         if cos_sin is not None:
             gl.store(kv_cache + own_key + dim, own_keys, mask=has_own & (dim >= 0))
             gl.store(kv_cache + own_key + value_offset + dim, own_values, mask=has_own & (dim >= 0))
-        result, row_max, row_sum = merge_warps(accs, maxima, sums, score, value, num_warps, ROWS)
+        result, row_max, row_sum = merge_warps(accs, maxima, sums, score, value, num_warps, rows)
         is_shared = i < inherited_tiles
         item = item_sequence.to(gl.int64) * num_kv_heads + item_head
         if shared_words is not None:  # where the range has the item's first tile
@@ -271,7 +270,7 @@ def warp_split_decode(
             queries, factor, own_keys, own_values = load_item(
                 query, kv_cache, cos_sin, norm_weight, eps, item_sequence, item_head, own_key,
                 gl.maximum(item_len - 1, 0) % block_size, has_own, query_stride,
-                exchange, num_kv_heads, group, ROWS, head_size, value_offset, exponent_offset, block_size, clamp,
+                exchange, num_kv_heads, group, rows, head_size, value_offset, exponent_offset, block_size, clamp,
                 result_layout, factor_layout,
             )  # fmt: skip
         i = next_i

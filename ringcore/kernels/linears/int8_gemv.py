@@ -23,9 +23,9 @@ import triton
 
 from ringcore.kernels.launch.cuda_kernel import FLOAT, INT, NUMBERS, POINTER, CudaKernel, tensor_map
 from ringcore.kernels.linears.packed_weight import PackedWeight
-from ringcore.kernels.linears.round_rows import RowNorm
 from ringcore.kernels.linears.skinny_tiles import Int8GemvConfig
 from ringcore.kernels.linears.skinny_times import NUM_SMS
+from ringcore.kernels.partials import RowNorm
 
 __all__ = ["int8_gemv", "launch_int8_gemv", "specialization"]
 

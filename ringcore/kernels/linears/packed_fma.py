@@ -23,9 +23,9 @@ from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_
 from ringcore.kernels.linears.fma_row import load_gains, load_row
 from ringcore.kernels.linears.packed_gemv import chunk_products, load_outputs, sums_of_both
 from ringcore.kernels.linears.packed_weight import BYTES_FP8, PackedWeight
-from ringcore.kernels.linears.round_rows import RowNorm
 from ringcore.kernels.linears.skinny_tiles import PackedFmaConfig
 from ringcore.kernels.linears.weight_tiles import tile_arguments
+from ringcore.kernels.partials import RowNorm
 
 __all__ = ["launch_packed_fma", "packed_fma_kernel"]
 

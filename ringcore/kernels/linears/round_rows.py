@@ -11,9 +11,9 @@ import triton.language as tl
 
 from ringcore.kernels.add_partials import partial_arguments, sum_partials
 from ringcore.kernels.launch.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, supports_pdl
-from ringcore.kernels.partials import Partials
+from ringcore.kernels.partials import Partials, RowNorm
 
-__all__ = ["MAX_ROUNDED_INPUTS", "RoundedRows", "RowNorm", "round_rows", "round_rows_reference"]
+__all__ = ["MAX_ROUNDED_INPUTS", "RoundedRows", "round_rows", "round_rows_reference"]
 
 MAX_ROUNDED_INPUTS = 32768  # a row is held in the registers of one program
 LARGEST = 448.0  # of e4m3
@@ -21,13 +21,6 @@ LEAST_SCALE = 1e-12  # of rows of zeros
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 _CHUNK = 1024  # inputs of one program, where groups are smaller than a row
 _ELEMENTS_PER_WARP = 512
-
-
-class RowNorm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * gain, of the rows before the matrix product (prologue)."""
-
-    gain: torch.Tensor  # [num_inputs], any float dtype
-    eps: float
 
 
 class RoundedRows(NamedTuple):
@@ -108,7 +101,7 @@ def round_rows(
     A scale is the largest absolute value of its group over 448, the largest number of e4m3. group: inputs of a group, a
     power of two up to 1,024 that divides num_inputs; None: all inputs, up to `MAX_ROUNDED_INPUTS`. norm: prologue, in
     float32, of up to `MAX_ROUNDED_INPUTS`. dtype: of the product (None: x's).
-    partials: before the norm of a float32 x; x += their sum first, in place (a deferred add).
+    partials: before the norm of a float32 x; x += their sum first, in place (a deferred add), not its norm.
     by_group: the scales of a group are contiguous, instead of those of a row.
     """
     num_rows, size = x.shape
@@ -119,6 +112,7 @@ def round_rows(
     assert size <= MAX_ROUNDED_INPUTS or not (is_row or norm), size
     if partials is not None:
         assert norm is not None
+        assert partials.norm is None
         assert x.dtype == torch.float32, x.dtype
     shape = (size // group, num_rows) if by_group else (num_rows, size // group)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)

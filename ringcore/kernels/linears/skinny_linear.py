@@ -17,7 +17,7 @@ from ringcore.kernels.launch.shared_memory import prefer_cache
 from ringcore.kernels.linears.int8_gemv import launch_int8_gemv
 from ringcore.kernels.linears.packed_fma import launch_packed_fma
 from ringcore.kernels.linears.packed_weight import BYTES_FP8, PackedWeight
-from ringcore.kernels.linears.round_rows import RoundedRows, RowNorm
+from ringcore.kernels.linears.round_rows import RoundedRows
 from ringcore.kernels.linears.skinny_kernels import TRIGGER_FIRST, TRIGGER_LATE, dot_kernel, fma_kernel
 from ringcore.kernels.linears.skinny_tiles import (
     Config,
@@ -29,7 +29,7 @@ from ringcore.kernels.linears.skinny_tiles import (
 )
 from ringcore.kernels.linears.tma_linear import launch_tma_linear
 from ringcore.kernels.linears.weight_tiles import tile_arguments
-from ringcore.kernels.partials import Partials
+from ringcore.kernels.partials import Partials, RowNorm
 
 __all__ = [
     "MAX_ROW_BLOCKS",
@@ -85,7 +85,8 @@ def skinny_linear(
     it.
     counters: see `new_split_k_counters`, not shared with a product that may run at the same time; allocated if not
     given, and used only where `config` has splits.
-    defer: of add_to: may be given the partials of splits, which are then not added yet (a deferred add).
+    defer: may be given the partials of splits, which are then not added yet, to each other or to add_to (a deferred
+    add): the result has its old content.
 
     Returns add_to, or out (by default a new tensor).
     """

@@ -30,7 +30,7 @@ __all__ = [
 _FEW_ROWS, _SOME_ROWS, MAX_TMA_ROWS = 16, 32, 64
 _TILE, _WIDE_TILE = 64, 128
 _BLOCKS_OF_INPUTS = {2: (128, 64), 1: (128,)}  # by bytes of a number: 64 where 128 leaves too few stages, or splits
-_FP8_INPUTS = _EVEN_INPUTS = 128
+_FP8_INPUTS = _EVEN_INPUTS = _UNEVEN_INPUTS = 128
 MAX_PROGRAMS = 3  # of an SM
 _RING_BYTES = {1: 192 << 10, 2: 110 << 10, 3: 73 << 10}  # of a program, by programs of an SM
 _MIN_STAGES, _MAX_STAGES = 3, 16  # the latter of one byte a number
@@ -91,8 +91,8 @@ def tma_config(
 ) -> TmaConfig | None:
     """number_bytes: 2, or 1 of FP8.
 
-    None: no tiles divide the inputs, or the outputs of a gated weight; or they are so many, but not many more, that
-    some programs would have more of them than others.
+    None: no tiles divide the inputs, or the outputs of a gated weight; or in FP8 they are so many, but not many more,
+    that some programs would have more of them than others.
     """
     if is_gated and num_outputs % 8:
         return None
@@ -118,6 +118,8 @@ def tma_config(
         )
         if config is not None:
             return config
+    if number_bytes > 1 and _UNEVEN_INPUTS in splits:
+        return with_deepest_ring(TmaConfig(tile, _UNEVEN_INPUTS, 0, programs_per_sm=2), num_rows, number_bytes)
     return None
 
 

@@ -40,7 +40,7 @@ def launch_tma_linear(
     block_rows = padded_rows(num_rows)
     num_tiles = triton.cdiv(len(weight), config.block_weights)
     num_programs, slots = _grid(config, num_tiles, num_inputs, rows.device)
-    is_deferred = slots > 1 and defer is not None and options["adds"] and not options["has_bias"]
+    is_deferred = slots > 1 and defer is not None and not (options["has_bias"] or options["is_gated"])
     partials = out
     if slots > 1:
         of_tiles = num_tiles, slots, config.block_weights, block_rows

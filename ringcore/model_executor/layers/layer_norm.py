@@ -68,9 +68,9 @@ class LayerNorm(WeightedLayer):
         normed = torch.nn.functional.layer_norm(x.float(), (self._size,), self._factor, self._shift, self.eps)
         return normed.to(self._dtype)
 
-    def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
-        """hidden [n, size] += the norm of x [n, size]."""
-        hidden.rows.add_(self(x))
+    def add_to(self, hidden: Residual, partials: Partials) -> None:
+        """hidden [n, size] += the norm of the partials' sum [n, size]."""
+        hidden.rows.add_(self(partials.total()))
 
 
 def _vector(name: str, checkpoint_name: str, size: int, dtype: torch.dtype, init: Uniform) -> Weight:

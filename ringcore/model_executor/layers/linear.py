@@ -12,6 +12,7 @@ import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.distributed.parallel import TensorParallel
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.fused import FusedMatrices
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.linear_schemes.scheme import SchemeOf
@@ -150,6 +151,10 @@ class RowParallelLinear(WeightedLayer):
     def __call__(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         """x: [n, this rank's inputs] -> [n, num_outputs], equal on every rank."""
         return self._tp.all_reduce(self._product(x, tokens))
+
+    def unreduced(self, x: torch.Tensor, tokens: TokenContext) -> Partials:
+        """As self(x); of one rank, the splits of a product are yet to be added."""
+        return self._product.unreduced(x, tokens) if self._tp.size == 1 else Partials(self(x, tokens)[None])
 
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         """hidden [n, num_outputs] += self(x), rounded once where there is a kernel for it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ringcore.kernels.partials import Partials
+from ringcore.kernels.partials import Partials, RowNorm
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.residual import Residual
@@ -105,7 +105,7 @@ class RMSNorm(WeightedLayer):
     def __call__(self, x: torch.Tensor, partials: Partials | None = None) -> torch.Tensor:
         """x: [n, size] -> a new tensor [n, size] of the layer's dtype.
 
-        partials: first x += their sum, in place (a deferred add); x is float32.
+        partials: first x += their sum, or its norm, in place (a deferred add); x is float32.
         """
         if partials is None:
             return self._normalise(x)
@@ -113,16 +113,18 @@ class RMSNorm(WeightedLayer):
             return self._normalise(x, partials=partials)
         return self._normalise(ops.add_partials(x, partials))
 
-    def add_to(self, hidden: Residual, x: torch.Tensor) -> None:
-        """hidden [n, size] += the norm of x [n, size]."""
+    def add_to(self, hidden: Residual, partials: Partials) -> None:
+        """hidden [n, size] += the norm of the partials' sum [n, size]; deferred where a kernel adds it."""
         if self._has_kernel:
-            from ringcore.kernels.rms_norm import rms_norm
-
-            rms_norm(x, self.gain, self.eps, add_to=hidden.rows)
+            rows, normed = hidden.rows, partials._replace(norm=RowNorm(self.gain, self.eps))
+            if rows.dtype == torch.float32:
+                hidden.defer_add(normed)
+            else:
+                ops.add_partials(rows, normed)
         elif self._add is not None:
-            self._add(x, hidden.rows)
+            self._add(partials.total(), hidden.rows)
         else:
-            hidden.rows.add_(self._normalise(x))
+            hidden.rows.add_(self._normalise(partials.total()))
 
 
 class Unnormed(WeightedLayer):
@@ -142,7 +144,7 @@ class Unnormed(WeightedLayer):
 
     def __call__(self, x: torch.Tensor, partials: Partials | None = None) -> torch.Tensor:
         """As `RMSNorm`."""
-        return (x if partials is None else ops.add_partials(x, partials)).to(self._dtype)
+        return x.to(self._dtype) if partials is None else ops.add_partials(x, partials, self._dtype)
 
 
 AnyNorm = RMSNorm | LayerNorm | Unnormed

@@ -14,7 +14,7 @@ import torch
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
 from ringcore.kernels.linears.packed_weight import stored_as
-from ringcore.kernels.partials import Partials
+from ringcore.kernels.partials import Partials, RowNorm
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.residual import Norm, Residual
 from ringcore.model_executor.weight import Derived
@@ -46,7 +46,6 @@ class KernelProduct(Product):
         from ringcore.kernels.linears import (
             expand_weight,
             int8_gemv_configs,
-            round_rows,
             skinny_configs,
             skinny_linear,
             skinny_tiles,
@@ -66,7 +65,6 @@ class KernelProduct(Product):
         self._defers = True  # splits, to the next norm
         self._is_invariant = False
         self._takes_norm = skinny_tiles.FmaConfig, skinny_tiles.PackedFmaConfig, skinny_tiles.Int8GemvConfig
-        self._row_norm = round_rows.RowNorm
         self._skinny = skinny_linear.skinny_linear
         self._expand = expand_weight.expand_weight
 
@@ -136,11 +134,22 @@ class KernelProduct(Product):
         if self._bias is not None or rows.dtype != torch.float32 or not sums_in_float32(x.dtype, x.device):
             rows.add_(self._by_cublas(x))
             return
-        num_splits = self._choose_split_k(*self.weight.shape, len(x))
-        if num_splits > 1:
-            hidden.defer_add(Partials(_split_k_linear(x, self._dense(), num_splits)))
+        partials = self._split_k_by_cublas(x)
+        if partials is not None:
+            hidden.defer_add(partials)
         else:
             torch.addmm(rows, x, self._dense().t(), out_dtype=torch.float32, out=rows)
+
+    def unreduced(self, x: torch.Tensor, tokens: TokenContext) -> Partials:
+        deferred: list[Partials] = []
+        fused = self._by_kernel(x, defer=deferred.append if self._defers else None)
+        if deferred:
+            return deferred[0]
+        if fused is not None:
+            return Partials(fused[None])
+        has_sums = self._bias is None and sums_in_float32(x.dtype, x.device)
+        partials = self._split_k_by_cublas(x) if has_sums else None
+        return Partials(self._by_cublas(x)[None]) if partials is None else partials
 
     def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
@@ -172,7 +181,7 @@ class KernelProduct(Product):
         if isinstance(x, Residual):
             assert norm is not None
             if isinstance(config, self._takes_norm) and norm.gain is not None:
-                x, row_norm = x.rows, self._row_norm(norm.gain, norm.eps)
+                x, row_norm = x.rows, RowNorm(norm.gain, norm.eps)
             else:
                 x = x.normed(norm)
         return self._skinny(
@@ -190,6 +199,11 @@ class KernelProduct(Product):
 
     def _dense(self) -> torch.Tensor:
         return self.weight if isinstance(self.weight, torch.Tensor) else self._expand(self.weight)
+
+    def _split_k_by_cublas(self, x: torch.Tensor) -> Partials | None:
+        """None: not faster than without splits."""
+        num_splits = self._choose_split_k(*self.weight.shape, len(x))
+        return Partials(_split_k_linear(x, self._dense(), num_splits)) if num_splits > 1 else None
 
     def _by_cublas(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._out_dtype is not None and x.is_cuda:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ringcore.attention.context import TokenContext
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.product import Product
 from ringcore.model_executor.residual import Residual
 
@@ -26,6 +27,9 @@ class _Padded(Product):
 
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         self._inner.add_to(hidden, F.pad(x, self._padding), tokens)
+
+    def unreduced(self, x: torch.Tensor, tokens: TokenContext) -> Partials:
+        return self._inner.unreduced(F.pad(x, self._padding), tokens)
 
     def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         return self._inner.partial(F.pad(x, self._padding), tokens)

@@ -10,6 +10,7 @@ import torch
 
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor import ops
 from ringcore.model_executor.residual import Norm, Residual
 
@@ -47,6 +48,10 @@ class Product(ABC):
     def add_to(self, hidden: Residual, x: torch.Tensor, tokens: TokenContext) -> None:
         """Epilogue: hidden [n, out] += the product of x [n, in]."""
         hidden.rows.add_(self(x, tokens))
+
+    def unreduced(self, x: torch.Tensor, tokens: TokenContext) -> Partials:
+        """self(x), whose splits a norm adds while it reads them."""
+        return Partials(self(x, tokens)[None])
 
     def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         """As self(x), for a sum over ranks: in float32 where that costs nothing."""

@@ -12,7 +12,7 @@ import torch
 from ringcore.attention.context import TokenContext
 from ringcore.checkpoint.family import Activation
 from ringcore.kernels.linears.packed_weight import BLOCK, Fp8Blocks, stored_as
-from ringcore.kernels.partials import Partials
+from ringcore.kernels.partials import Partials, RowNorm
 from ringcore.model_executor.linear_schemes.kernel_product import Choose
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.linear_schemes.scaled_product import ScaledProduct
@@ -21,7 +21,6 @@ from ringcore.model_executor.weight import Derived
 
 if TYPE_CHECKING:
     from ringcore.kernels.linears.packed_weight import PackedWeight
-    from ringcore.kernels.linears.round_rows import RowNorm
     from ringcore.kernels.linears.skinny_tiles import Config
     from ringcore.kernels.linears.skinny_times import Numbers
 
@@ -48,7 +47,7 @@ class RoundedProduct(Product):
         self._counters = skinny_linear.new_split_k_counters(weight)
         self._choose: Choose = tma_configs.rounded_chooser(weight, row_group)
         self._in_kernel = skinny_tiles.PackedFmaConfig
-        self._round, self._row_norm = round_rows.round_rows, round_rows.RowNorm
+        self._round = round_rows.round_rows
         self._skinny = skinny_linear.skinny_linear
         self._is_invariant = False
 
@@ -105,6 +104,11 @@ class RoundedProduct(Product):
             hidden.defer_add(Partials(self._multiply(x)[None]))
         else:
             rows.add_(self._multiply(x))
+
+    def unreduced(self, x: torch.Tensor, tokens: TokenContext) -> Partials:
+        deferred: list[Partials] = []
+        product = self._multiply(x, defer=deferred.append)
+        return deferred[0] if deferred else Partials(product[None])
 
     def partial(self, x: torch.Tensor, tokens: TokenContext) -> torch.Tensor:
         is_many = self._is_many(len(x))
@@ -163,8 +167,8 @@ class RoundedProduct(Product):
         assert norm is not None
         if norm.gain is None:
             return x.normed(norm), None, None
-        rows, partials = (x.rows, None) if adds else x.take()
-        return rows, partials, self._row_norm(norm.gain, norm.eps)
+        rows, partials = (x.rows, None) if adds or x.adds_norm else x.take()
+        return rows, partials, RowNorm(norm.gain, norm.eps)
 
     def _by_cublas(self, x: torch.Tensor | Residual, norm: Norm | None) -> torch.Tensor:
         assert self._scaled is not None

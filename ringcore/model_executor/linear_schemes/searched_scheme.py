@@ -14,6 +14,7 @@ from ringcore.checkpoint.matrix_tensors import MatrixTensor
 from ringcore.kernels.linears.found_tiles import FoundTiles, TileProblem
 from ringcore.kernels.linears.skinny_configs import MAX_ROWS, last_of_range
 from ringcore.kernels.linears.skinny_tiles import Config
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor.linear_schemes.kernel_product import Choose, KernelProduct
 from ringcore.model_executor.linear_schemes.product import Gate, Product
 from ringcore.model_executor.linear_schemes.rounded_product import RoundedProduct
@@ -269,6 +270,20 @@ class SearchedProduct(Product):
             return stream
 
         self._record(of_x, again)
+
+    def unreduced(self, x: torch.Tensor, tokens: TokenContext) -> Partials:
+        product = self._by_epilogue["added"]
+        made = product.unreduced(x, tokens)
+        if self._tiles.recording is not None:
+            of_x, of_rows = Like.of(x), Like(made.rows.shape[1:], torch.float32, x.device)
+
+            def again(numbers: RandomNumbers, streams: Streams) -> Residual:
+                stream = streams.added_to(of_rows)
+                stream.defer_add(product.unreduced(numbers(of_x), NO_TOKEN_CONTEXT))
+                return stream
+
+            self._record(of_x, again)
+        return made
 
     def refresh(self) -> None:
         self._inner.refresh()

@@ -12,6 +12,7 @@ import torch
 from ringcore.attention.context import ForwardContext
 from ringcore.attention.layer import AnyAttention, Attention
 from ringcore.checkpoint.family import Activation
+from ringcore.kernels.partials import Partials
 from ringcore.model_executor.layers.activation import BoundGate, Pointwise, bind_activation, pointwise
 from ringcore.model_executor.layers.layer_norm import LayerNorm
 from ringcore.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -28,6 +29,7 @@ __all__ = [
     "ParallelLayer",
     "PlainMLP",
     "PostNormed",
+    "ProjectedSublayer",
     "SelfAttention",
     "Sublayer",
 ]
@@ -52,6 +54,10 @@ class Sublayer(ABC):
         """hidden: [n, hidden_size], normalised by `norm` first -> the contribution to it: [n, hidden_size], equal on
         every rank."""
 
+    def unreduced(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> Partials:
+        """As self(norm, hidden, inputs), whose splits are yet to be added."""
+        return Partials(self(norm, hidden, inputs)[None])
+
     def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
         """stream += self(norm, hidden, inputs), fused where there is a kernel for it. hidden: the stream, or other rows
         which are not changed."""
@@ -66,7 +72,27 @@ class Sublayer(ABC):
         """Called after the weights are bound."""
 
 
-class SelfAttention(Sublayer):
+class ProjectedSublayer(Sublayer):
+    """One that ends in a linear."""
+
+    def __init__(self, out_proj: RowParallelLinear) -> None:
+        self._out_proj = out_proj
+
+    @abstractmethod
+    def _before(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
+        """Its input: [n, this rank's share]."""
+
+    def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
+        return self._out_proj(self._before(norm, hidden, inputs), inputs.ctx.tokens)
+
+    def unreduced(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> Partials:
+        return self._out_proj.unreduced(self._before(norm, hidden, inputs), inputs.ctx.tokens)
+
+    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
+        self._out_proj.add_to(stream, self._before(norm, hidden, inputs), inputs.ctx.tokens)
+
+
+class SelfAttention(ProjectedSublayer):
     """Projections, rotary embedding and attention of one layer, on this rank's heads."""
 
     def __init__(
@@ -82,6 +108,7 @@ class SelfAttention(Sublayer):
     ) -> None:
         """qkv_proj: the heads of q, of k and of v, the pairs that are rotated interleaved. rotary: the index of the
         rotary embedding. head_norm, qk_norm: of each head alone, of all heads together; at most one of them."""
+        super().__init__(o_proj)
         self.attention, self.qkv_proj, self.o_proj = attention, qkv_proj, o_proj
         self.rotary, self.head_norm, self.qk_norm, self.sinks = rotary, head_norm, qk_norm, sinks
 
@@ -92,8 +119,8 @@ class SelfAttention(Sublayer):
     def attention_layers(self) -> list[AnyAttention]:
         return [self.attention]
 
-    def _attended(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        """The input of `o_proj`: [n, num_heads * head_dim]."""
+    def _before(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
+        """[n, num_heads * head_dim]."""
         ctx = inputs.ctx
         qkv = self.qkv_proj.after_norm(norm, hidden, ctx.tokens)
         if self.qk_norm is not None:
@@ -108,19 +135,14 @@ class SelfAttention(Sublayer):
         q, k, v = rotate(qkv, *heads, self.head_norm, kv_target)
         return self.attention(q, k, v, ctx, sinks).reshape(len(hidden), -1)
 
-    def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        return self.o_proj(self._attended(norm, hidden, inputs), inputs.ctx.tokens)
 
-    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        self.o_proj.add_to(stream, self._attended(norm, hidden, inputs), inputs.ctx.tokens)
-
-
-class GatedMLP(Sublayer):
+class GatedMLP(ProjectedSublayer):
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self, gate_up_proj: ColumnParallelLinear, down_proj: RowParallelLinear, activation: Activation
     ) -> None:
+        super().__init__(down_proj)
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self.activation = activation
         self._gate: BoundGate
@@ -131,35 +153,22 @@ class GatedMLP(Sublayer):
     def bind_device(self, device: torch.device) -> None:
         self._gate = bind_activation(self.activation, device)
 
-    def _gated(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        """The input of `down_proj`: [n, this rank's share]."""
+    def _before(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
         return self.gate_up_proj.gated_after_norm(norm, hidden, self._gate, inputs.ctx.tokens)
 
-    def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        return self.down_proj(self._gated(norm, hidden, inputs), inputs.ctx.tokens)
 
-    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        self.down_proj.add_to(stream, self._gated(norm, hidden, inputs), inputs.ctx.tokens)
-
-
-class PlainMLP(Sublayer):
+class PlainMLP(ProjectedSublayer):
     """down(activation(up(x))), without a gate."""
 
     def __init__(self, up_proj: ColumnParallelLinear, down_proj: RowParallelLinear, activation: Pointwise) -> None:
+        super().__init__(down_proj)
         self.up_proj, self.down_proj, self._activate = up_proj, down_proj, pointwise(activation)
 
     def layers(self) -> list[WeightedLayer]:
         return [self.up_proj, self.down_proj]
 
-    def _activated(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        """The input of `down_proj`: [n, this rank's share]."""
+    def _before(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
         return self._activate(self.up_proj.after_norm(norm, hidden, inputs.ctx.tokens))
-
-    def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        return self.down_proj(self._activated(norm, hidden, inputs), inputs.ctx.tokens)
-
-    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        self.down_proj.add_to(stream, self._activated(norm, hidden, inputs), inputs.ctx.tokens)
 
 
 class PostNormed(Sublayer):
@@ -182,15 +191,15 @@ class PostNormed(Sublayer):
         return self.out_norm(self.inner(norm, hidden, inputs))
 
     def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        self.out_norm.add_to(stream, self.inner(norm, hidden, inputs))
+        self.out_norm.add_to(stream, self.inner.unreduced(norm, hidden, inputs))
 
 
 class DecoderLayer:
     """hidden += attention(norm(hidden)), then hidden += mlp(norm(hidden)).
 
     A norm is the prologue of the linear after it, a residual add the epilogue of the linear before it: for few rows on
-    a GPU each pair is one fused kernel. For more rows a residual add may be deferred to the next norm (split-K
-    partials).
+    a GPU each pair is one fused kernel. For more rows a residual add may be deferred to the next norm: of split-K
+    partials, or of their norm.
     """
 
     def __init__(self, input_norm: AnyNorm, self_attention: Sublayer, mlp_norm: AnyNorm, mlp: Sublayer) -> None:

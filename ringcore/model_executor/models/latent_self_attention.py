@@ -8,14 +8,14 @@ from ringcore.attention.layer import AnyAttention, LatentAttention
 from ringcore.model_executor.layers.latent_heads import LatentHeads
 from ringcore.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from ringcore.model_executor.layers.norm import AnyNorm, RMSNorm
-from ringcore.model_executor.models.decoder_layer import LayerInputs, Sublayer
+from ringcore.model_executor.models.decoder_layer import LayerInputs, ProjectedSublayer
 from ringcore.model_executor.residual import Residual
 from ringcore.model_executor.weight import WeightedLayer
 
 __all__ = ["LatentSelfAttention"]
 
 
-class LatentSelfAttention(Sublayer):
+class LatentSelfAttention(ProjectedSublayer):
     """Projections, rotary embedding and attention of one layer, on this rank's heads; latents are whole on every
     rank."""
 
@@ -34,6 +34,7 @@ class LatentSelfAttention(Sublayer):
         """down_proj: the queries of this rank's heads, or their own latent, then the latent of keys and values and the
         rotated part of the key. q_norm, q_up_proj: from the queries' latent to the heads, where there is one. The pairs
         that are rotated are interleaved, at the end of each head. rotary: the index of the rotary embedding."""
+        super().__init__(o_proj)
         self.attention, self.down_proj, self.up, self.o_proj = attention, down_proj, up, o_proj
         self.rotary, self._kv_norm, self._q_norm, self._q_up_proj = rotary, kv_norm, q_norm, q_up_proj
 
@@ -44,8 +45,8 @@ class LatentSelfAttention(Sublayer):
     def attention_layers(self) -> list[AnyAttention]:
         return [self.attention]
 
-    def _attended(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        """The input of `o_proj`: [n, num_heads * v_head_dim]."""
+    def _before(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
+        """[n, num_heads * v_head_dim]."""
         ctx, attention = inputs.ctx, self.attention
         row = attention.kv_lora_rank + attention.qk_rope_head_dim
         down = self.down_proj.after_norm(norm, hidden, ctx.tokens)
@@ -57,9 +58,3 @@ class LatentSelfAttention(Sublayer):
         rotation.rotate(query[..., -attention.qk_rope_head_dim :])
         rows = rotation.latent_rows(kv, self._kv_norm, attention.kv_write_target(ctx))
         return attention(query, rows, self.up, ctx).reshape(len(hidden), -1)
-
-    def __call__(self, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> torch.Tensor:
-        return self.o_proj(self._attended(norm, hidden, inputs), inputs.ctx.tokens)
-
-    def add_to(self, stream: Residual, norm: AnyNorm, hidden: Residual, inputs: LayerInputs) -> None:
-        self.o_proj.add_to(stream, self._attended(norm, hidden, inputs), inputs.ctx.tokens)

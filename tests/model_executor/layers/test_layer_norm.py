@@ -43,6 +43,6 @@ def test_it_is_torchs_and_follows_its_weights(dtype, plus_one, stored):
     assert torch.equal(norm(x), expected(x))
     stream = Residual(rows(5, SIZE, seed=3))
     before = stream.rows.clone()
-    norm.add_to(stream, x)
+    norm.add_to(stream, Partials(x[None]))
     assert torch.equal(stream.rows, before + expected(x))
     assert norm.gain is None, "a product would take it for its prologue"
