@@ -127,46 +127,69 @@ __device__ __forceinline__ float* sums_of(const Program& program, int tile) {
     return (float*)(program.shared + SUMS_SCRATCH_AT) + (tile % (2 * GROUP_TILES) * NUM_WARPS) * TILE_SUMS;
 }
 
-// The next tile's weights times a warp's inputs: the first matrix of tensor cores, whose rows are rows of the weight. What a
-// lane loads at once are four registers of it, as if pairs 1 and 3 were of another row; so two products have an output's
-// inputs, and of each a half is used. Rows of the weight lie a multiple of 128 bytes apart: lanes of odd rows load in another
-// order, by which the banks differ. Returns the sums of row lane / 4 of the weight, of rows lane % 4 * 2 and the next one.
-template <int PRODUCT, int COLUMNS> __device__ __forceinline__ float2 multiply_tile(
-    const Program& program, Slots& ring, const Inputs<COLUMNS>& inputs
+// How many tiles are multiplied at once: of few inputs, whose products would wait for each other.
+template <int PRODUCT, int COLUMNS> constexpr int AT_ONCE =
+    Inputs<COLUMNS>::STEPS <= 2 && OF[PRODUCT].tile_slots() == 1 ? 4 : Inputs<COLUMNS>::STEPS <= 4 && OF[PRODUCT].tile_slots() <= 2 ? 2 : 1;
+
+// The weights of the next COUNT tiles times a warp's inputs: the first matrix of tensor cores, whose rows are rows of the
+// weight. What a lane loads at once are four registers of it, as if pairs 1 and 3 were of another row; so two products have an
+// output's inputs, and of each a half is used. Rows of the weight lie a multiple of 128 bytes apart: lanes of odd rows load in
+// another order, by which the banks differ. The sums: of row lane / 4 of a tile, of the step's rows lane % 4 * 2 and the next
+// one.
+template <int PRODUCT, int COLUMNS, int COUNT> __device__ __forceinline__ void multiply_tiles(
+    const Program& program, Slots& ring, const Inputs<COLUMNS>& inputs, float2* sums
 ) {
     constexpr int ROWS_OF_SLOT = OF[PRODUCT].slot_rows, SLOTS = OF[PRODUCT].tile_slots(), PITCH = 2 * COLUMN * COLUMNS;
+    static_assert(COUNT * SLOTS <= NUM_SLOTS && COUNT * SLOTS <= 32);
     const int lane = program.lane, row = lane / 4;
     const bool is_odd = row & 1;
-    Slots waited = ring, own = ring;
-    waited.advance(lane % SLOTS);
-    own.advance(row / ROWS_OF_SLOT);
-    const u32 at = own.bytes(program) + row % ROWS_OF_SLOT * PITCH + program.warp * (2 * COLUMN) + lane % 4 * 16 + is_odd * 64;
-    if (SLOTS == 1) wait_for(ring.full(program), ring.parity);
+    Slots waited = ring;
+    waited.advance(lane % (COUNT * SLOTS));
+    if (COUNT * SLOTS == 1) wait_for(ring.full(program), ring.parity);
     else {
-        if (lane < SLOTS) wait_for(waited.full(program), waited.parity);
+        if (lane < COUNT * SLOTS) wait_for(waited.full(program), waited.parity);
         __syncwarp();
     }
-    float even_pairs[4] = {}, odd_pairs[4] = {};
+    u32 at[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        Slots own = ring;
+        own.advance(i * SLOTS + row / ROWS_OF_SLOT);
+        at[i] = own.bytes(program) + row % ROWS_OF_SLOT * PITCH + program.warp * (2 * COLUMN) + lane % 4 * 16 + is_odd * 64;
+    }
+    float even_pairs[COUNT][4] = {}, odd_pairs[COUNT][4] = {};
 #pragma unroll
     for (int s = 0; s < Inputs<COLUMNS>::STEPS; s++) {
         if (!Inputs<COLUMNS>::has(program, s)) break;
-        const uint4 found = load_16(at + s * (NUM_WARPS * 2 * COLUMN)), other = load_16((at ^ 64) + s * (NUM_WARPS * 2 * COLUMN));
-        uint4 low, high;
+        uint4 low[COUNT], high[COUNT];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            (&low.x)[i] = is_odd ? (&other.x)[i] : (&found.x)[i];
-            (&high.x)[i] = is_odd ? (&found.x)[i] : (&other.x)[i];
+        for (int i = 0; i < COUNT; i++) {
+            const int step = s * (NUM_WARPS * 2 * COLUMN);
+            const uint4 found = load_16(at[i] + step), other = load_16((at[i] ^ 64) + step);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                (&low[i].x)[j] = is_odd ? (&other.x)[j] : (&found.x)[j];
+                (&high[i].x)[j] = is_odd ? (&found.x)[j] : (&other.x)[j];
+            }
         }
         const u32* const x = inputs.words[s];
-        multiply_16_bits(even_pairs, low.x, low.y, low.z, low.w, x[0], x[1], TYPE);
-        multiply_16_bits(odd_pairs, low.x, low.y, low.z, low.w, x[2], x[3], TYPE);
-        multiply_16_bits(even_pairs, high.x, high.y, high.z, high.w, x[4], x[5], TYPE);
-        multiply_16_bits(odd_pairs, high.x, high.y, high.z, high.w, x[6], x[7], TYPE);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            multiply_16_bits(even_pairs[i], low[i].x, low[i].y, low[i].z, low[i].w, x[0], x[1], TYPE);
+            multiply_16_bits(odd_pairs[i], low[i].x, low[i].y, low[i].z, low[i].w, x[2], x[3], TYPE);
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            multiply_16_bits(even_pairs[i], high[i].x, high[i].y, high[i].z, high[i].w, x[4], x[5], TYPE);
+            multiply_16_bits(odd_pairs[i], high[i].x, high[i].y, high[i].z, high[i].w, x[6], x[7], TYPE);
+        }
     }
     __syncwarp();
-    if (lane < SLOTS) arrive(waited.empty(program));
-    ring.advance(SLOTS);
-    return float2{even_pairs[0] + odd_pairs[2], even_pairs[1] + odd_pairs[3]};
+    if (lane < COUNT * SLOTS) arrive(waited.empty(program));
+    ring.advance(COUNT * SLOTS);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        sums[i] = float2{even_pairs[i][0] + odd_pairs[i][2], even_pairs[i][1] + odd_pairs[i][3]};
 }
 
 // What a thread has of a group of tiles: an output of row lane % 8. Of gate and up lanes 16 to 31 have the latter.
@@ -202,7 +225,9 @@ template <int PRODUCT, int COLUMNS> __device__ __forceinline__ void multiply_chu
 #pragma unroll 1
     for (int tile = 0; tile < tiles; tile++) {
         float2* const sums = (float2*)(sums_of(program, tile) + program.warp * TILE_SUMS) + program.lane;
-        const float2 before = is_first ? float2{0, 0} : *sums, found = multiply_tile<PRODUCT, COLUMNS>(program, ring, inputs);
+        const float2 before = is_first ? float2{0, 0} : *sums;
+        float2 found;
+        multiply_tiles<PRODUCT, COLUMNS, 1>(program, ring, inputs, &found);
         *sums = float2{before.x + found.x, before.y + found.y};
     }
 }
@@ -223,13 +248,25 @@ template <int PRODUCT, class Load, class Begin, class Finish> __device__ __force
         __syncwarp();
         program.has_row();
         begin();
+        constexpr int MOST = AT_ONCE<PRODUCT, COLUMNS>;
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++) {
-            const float2 found = multiply_tile<PRODUCT, COLUMNS>(program, ring, inputs);
-            *((float2*)(sums_of(program, tile) + program.warp * TILE_SUMS) + program.lane) = found;
-            if (tile % GROUP_TILES < GROUP_TILES - 1 && tile + 1 < tiles) continue;
+        for (int group = 0; group < tiles; group += GROUP_TILES) {
+            const int end = min(group + GROUP_TILES, tiles);
+            float2* sums = (float2*)(sums_of(program, group) + program.warp * TILE_SUMS) + program.lane;
+            int tile = group;
+            float2 found[MOST];
+            if (MOST > 1)
+#pragma unroll 1
+                for (; tile + MOST <= end; tile += MOST) {
+                    multiply_tiles<PRODUCT, COLUMNS, MOST>(program, ring, inputs, found);
+#pragma unroll
+                    for (int i = 0; i < MOST; i++, sums += NUM_WARPS * TILE_SUMS / 2) *sums = found[i];
+                }
+#pragma unroll 1
+            for (; tile < end; tile++, sums += NUM_WARPS * TILE_SUMS / 2)
+                multiply_tiles<PRODUCT, COLUMNS, 1>(program, ring, inputs, sums);
             program.sync();
-            finish(tile / GROUP_TILES * GROUP_TILES);
+            finish(group);
         }
     } else {
 #pragma unroll 1
