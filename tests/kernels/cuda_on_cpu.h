@@ -57,7 +57,7 @@ struct Pointer {
 struct Barrier { int expected, pending; long bytes; u32 phase; };
 struct Meeting { int arrived, round; };
 struct Copy { Tensor tensor; int at[4]; u32 to, barrier; const void* bytes; u32 num_bytes; };
-struct Store { void* to; u64 word; u32 num_bytes; };
+struct Store { void* to; u64 word; u32 num_bytes, program, thread; };
 
 struct Fiber {
     ucontext_t start;
@@ -248,10 +248,19 @@ template <class T> void land_one(std::vector<T>& waiting) {
 
 // Stores do not land in order, nor before a counter that is added to later.
 template <class T> void store_past_l1(T* to, T word) {
-    stores.push_back({to, word, sizeof(T)});
+    stores.push_back({to, word, sizeof(T), current_program, current});
     if (randomness() % 64 == 0) return;  // as a rule all is there soon
     land(stores.back());
     stores.pop_back();
+}
+
+inline void store_16_past_l1(u32* to, u32 a, u32 b, u32 c, u32 d) {
+    for (u32 word : {a, b, c, d}) store_past_l1(to++, word);
+}
+
+inline void fence_stores() {
+    const auto is_mine = [](const Store& one) { return one.program == current_program && one.thread == current; };
+    while (std::any_of(stores.begin(), stores.end(), is_mine)) pause();
 }
 
 inline u64 load_past_l1(const u64* from) {

@@ -99,6 +99,14 @@ __device__ __forceinline__ void store_past_l1(u64* to, u64 word) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
 }
 
+__device__ __forceinline__ void store_16_past_l1(u32* to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// What this thread has stored is there for all programs before what it stores later.
+__device__ __forceinline__ void fence_stores() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 __device__ __forceinline__ u64 load_past_l1(const u64* from) { return load_counter(from); }
 
 template <int WIDTH> __device__ __forceinline__ void load_past_l1(u32* words, const u32* from) {

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) persistent_layers
         program.waits_for_row();  // without a barrier: few programs read q, k and v, until all tags are right
         normed.load_gains(layer.gains[1]);
         if (split.is_live) {
-            if (split.context.is_long()) LongAttention(attention).attend(program, ring, layer.kv_cache, layer.head_gains, tag);
+            if (is_long(split.context)) LongAttention(attention).attend(program, ring, layer.kv_cache, layer.head_gains, tag);
             else ShortAttention(attention).attend(program, ring, layer.kv_cache, layer.head_gains, tag);
         }
         if (split.num_splits > 1) {

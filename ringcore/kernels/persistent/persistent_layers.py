@@ -55,7 +55,18 @@ __all__ = [
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HERE = Path(__file__)
-_PARTS = "program", "ring", "split", "heads", "attention", "long_attention", "weights", "products"
+_PARTS = (
+    "program",
+    "ring",
+    "context",
+    "split",
+    "heads",
+    "attention",
+    "warp_attention",
+    "long_attention",
+    "weights",
+    "products",
+)
 MAX_LAYERS = 128
 _HEADERS = (
     NUMBERS,

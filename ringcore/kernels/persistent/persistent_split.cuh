@@ -1,35 +1,8 @@
 // The split of the context that a program of persistent_layers.cu has, and how its keys and values get to the ring.
 //
-// Macros: NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, GROUP, LONG_GROUP, MAX_SPLITS, MAX_LONG_SPLITS, MAX_TILES_OF_ONE
-// and LONG_CONTEXT.
+// Macros: GROUP, LONG_GROUP, MAX_SPLITS, MAX_LONG_SPLITS, MAX_TILES_OF_ONE and LONG_CONTEXT.
 
-constexpr int OUT_SIZE = NUM_HEADS * HEAD_SIZE, KV_SIZE = NUM_KV_HEADS * HEAD_SIZE, QKV_SIZE = OUT_SIZE + 2 * KV_SIZE;
-constexpr int VALUES = KV_SIZE * BLOCK_SIZE;  // of a page of the cache, from a key to its value
-
-// A slot of the ring has keys and values of SLOT_TOKENS tokens, and is copied by pieces of a page.
-constexpr int ROOM = SLOT_BYTES / (4 * HEAD_SIZE), SLOT_TOKENS = ROOM >= 64 ? 64 : ROOM >= 32 ? 32 : 16;
-constexpr int SLOT_VALUES_AT = 2 * SLOT_TOKENS * HEAD_SIZE;
-__host__ __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
-constexpr int PIECE = greatest_common_divisor(SLOT_TOKENS, BLOCK_SIZE), PIECES = SLOT_TOKENS / PIECE;
-static_assert(ROOM >= SLOT_TOKENS);
-
-// The tokens of the row, with that of this step, which is not in the cache yet.
-struct Context {
-    const int* const block_table;
-    const int length;
-
-    __device__ __forceinline__ Context(const int* seq_len, const int* block_table)
-        : block_table(block_table), length(__ldcg(seq_len)) {}
-
-    __device__ __forceinline__ bool is_long() const { return length >= LONG_CONTEXT; }
-
-    // By the L1 cache: the thread that copies would wait for the L2 cache at each slot.
-    __device__ __forceinline__ int page_of(int token) const { return block_table[token / BLOCK_SIZE]; }
-
-    static __device__ __forceinline__ size_t place_of_key(int kv_head, int page, int token) {
-        return (size_t)page * (2 * VALUES) + (kv_head * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_SIZE;
-    }
-};
+__device__ __forceinline__ bool is_long(const Context& context) { return context.length >= LONG_CONTEXT; }
 
 // How a context is split: a program has HEADS query heads of a KV head and tiles of TILE tokens. A context of at most
 // TILES_OF_ONE is one split: to merge several takes as long as some more tiles.
@@ -50,7 +23,7 @@ struct Split {
     bool writes_cache;  // one program of those that have the last token
 
     __device__ __forceinline__ Split(const Context& context) : context(context) {
-        if (context.is_long()) take<LongTiles>();
+        if (is_long(context)) take<LongTiles>();
         else take<ShortTiles>();
     }
 
@@ -74,7 +47,7 @@ struct SplitCopies {
     int kv_head, first, end, pages[PIECES];  // tokens; pages of the first slot's pieces
 
     __device__ __forceinline__ SplitCopies(const Split& split) : context(split.context), kv_head(split.kv_head) {
-        const int tile = context.is_long() ? LongTiles::TILE : ShortTiles::TILE;
+        const int tile = is_long(context) ? LongTiles::TILE : ShortTiles::TILE;
         first = split.first * tile;
         end = split.end * tile;
         load_pages(pages, first);
@@ -92,7 +65,7 @@ struct SplitCopies {
     // slot ahead of it is copied. Of a long context all slots may be on their way.
     __device__ __forceinline__ void copy(Producer& producer, const u16* kv_cache) {
         constexpr int BYTES = 2 * PIECE * HEAD_SIZE;
-        const int window = context.is_long() ? NUM_SLOTS : 0;
+        const int window = is_long(context) ? NUM_SLOTS : 0;
 #pragma unroll 1
         for (int start = first; start < end; start += SLOT_TOKENS) {
             int next[PIECES];

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 
 from ringcore.kernels.linears.skinny_times import NUM_SMS
 
-__all__ = ["DecoderShape", "PersistentTiles", "ProductTiles", "choose_persistent_tiles"]
+__all__ = [
+    "DecoderShape",
+    "PersistentTiles",
+    "ProductTiles",
+    "choose_persistent_tiles",
+    "heads_at_once",
+    "is_small_layer",
+]
 
 _THREADS, _NUM_WARPS = 256, 8
 _MAX_SHARED_BYTES = 227 << 10  # of the one program of an SM
@@ -120,7 +127,7 @@ def choose_persistent_tiles(shape: DecoderShape) -> PersistentTiles | None:
 
 
 def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
-    heads, group, long_group = shape.num_heads * shape.head_size, _group(shape), _long_group(shape)
+    heads, group, long_group = shape.num_heads * shape.head_size, _group(shape), heads_at_once(shape)
     splits = min(_MAX_SPLITS, NUM_SMS // (shape.num_heads // group))
     long_splits = min(_MAX_LONG_SPLITS, NUM_SMS // (shape.num_heads // long_group))
     sizes = shape.hidden_size, heads
@@ -131,7 +138,7 @@ def _candidates(shape: DecoderShape) -> Iterator[PersistentTiles]:
     of_warps = 4 * _NUM_WARPS * (shape.head_size + 2)  # sums of a head, its maximum and its total
     of_short = group * (of_warps + 4 * shape.head_size + 4 * _TILE)
     of_attention = 4 * shape.head_size + max(of_short, _HEADS_AT_ONCE * of_warps)
-    is_small, shares = _is_small(shape), (group, splits, long_group, long_splits)
+    is_small, shares = is_small_layer(shape), (group, splits, long_group, long_splits)
     for slot_bytes in (size + _SCALE_ROOM * (shape.weight_bytes == 1) for size in _SLOT_BYTES):
         products = _products(shape, slot_bytes, is_small)
         if not _are_whole(shape, products):
@@ -150,13 +157,13 @@ def _group(shape: DecoderShape) -> int:
     return next((count for count in range(2, of_kv_head) if of_kv_head % count == 0), of_kv_head)
 
 
-def _long_group(shape: DecoderShape) -> int:
+def heads_at_once(shape: DecoderShape) -> int:
     """As many query heads as tensor cores multiply at once, so that keys are read once."""
     of_kv_head = shape.num_heads // shape.num_kv_heads
     return next(count for count in range(min(_MAX_GROUP, of_kv_head), 0, -1) if of_kv_head % count == 0)
 
 
-def _is_small(shape: DecoderShape) -> bool:
+def is_small_layer(shape: DecoderShape) -> bool:
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     num_bytes = 2 * shape.hidden_size * (heads + 3 * shape.intermediate_size)
     fits_a_warp = shape.hidden_size <= 32 * _MAX_INPUTS_OF_LANE and shape.weight_bytes == 2
