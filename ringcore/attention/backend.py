@@ -14,7 +14,7 @@ from ringcore.kernels.attention.head_rotation import HeadRotation
 from ringcore.kernels.dtypes import TORCH_DTYPES
 from ringcore.kv_cache.spec import HeadsSpec, KVCacheSpec, MLASpec
 
-__all__ = ["AttentionBackend", "LatentBackend", "LatentUpProjection", "OneRow", "PagedBackend"]
+__all__ = ["AttentionBackend", "LatentBackend", "LatentUpProjection", "PagedBackend", "SingleTokens"]
 
 _NEVER = 1 << 60  # tokens
 
@@ -166,17 +166,17 @@ class AttentionBackend(PagedBackend):
         """`forward` of the output of a QKV projection: QK norm, rotary embedding and the KV write are part of it."""
         raise AssertionError(f"{self.name} rotates nothing")
 
-    def one_row(self, plan: object) -> OneRow | None:
-        """Of a step that is one decoding sequence with one token, where another kernel may attend in place of
-        `forward` and write the token's key and value; None: not of this step, or nowhere."""
+    def single_tokens(self, plan: object) -> SingleTokens | None:
+        """Of a step of decoding sequences with one token each, where another kernel may attend in place of `forward`
+        and write the tokens' keys and values; None: not of this step, or nowhere."""
         return None
 
 
-class OneRow(NamedTuple):
-    """A decoding sequence, on the device."""
+class SingleTokens(NamedTuple):
+    """Decoding sequences with one token each, on the device."""
 
-    seq_lens: torch.Tensor  # [1] int32, the step's token included
-    block_table: torch.Tensor  # [1 or more, max_num_blocks] int32, of which the first row is its
+    seq_lens: torch.Tensor  # [num_seqs] int32, the step's token included; 0: a padding row
+    block_table: torch.Tensor  # [num_seqs or more, max_num_blocks] int32
 
 
 class LatentUpProjection(Protocol):

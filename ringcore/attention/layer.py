@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringcore.attention.backend import AttentionBackend, LatentBackend, LatentUpProjection, OneRow
+from ringcore.attention.backend import AttentionBackend, LatentBackend, LatentUpProjection, SingleTokens
 from ringcore.attention.context import ForwardContext, GroupContext
 from ringcore.attention.spec import AttentionSpec
 from ringcore.errors import ConfigError
@@ -118,10 +118,10 @@ class Attention:
         sees_all = self.sliding_window is None and self.chunk_size is None
         return sees_all and self.spec.is_plain and self.v_head_size is None and not self.shares_kv
 
-    def one_row(self, ctx: ForwardContext) -> OneRow | None:
-        """See `AttentionBackend.one_row`."""
+    def single_tokens(self, ctx: ForwardContext) -> SingleTokens | None:
+        """See `AttentionBackend.single_tokens`."""
         group = ctx.groups[ctx.group_of_layer[self.index]]
-        return _of_heads(group).one_row(group.plan)
+        return _of_heads(group).single_tokens(group.plan)
 
     def of_projection(
         self, qkv: torch.Tensor, rotation: HeadRotation, ctx: ForwardContext, sinks: torch.Tensor | None = None

@@ -1,6 +1,6 @@
-"""Steps of one row by the persistent kernel, through the whole engine: log-probabilities beside those of the kernels of
-each layer and of the CPU, native and by transformers' modules; in FP8 by blocks; after a sleep. The kernel alone is
-compared in tests/kernels/test_persistent_layers.py."""
+"""Steps of one row and of a few by the persistent kernels, through the whole engine: log-probabilities beside those of
+the kernels of each layer and of the CPU, native and by transformers' modules; in FP8 by blocks; after a sleep. The
+kernels alone are compared in tests/kernels/test_persistent_layers.py and test_persistent_rows.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tiny_checkpoints import hf_model
 from ringcore import SamplingParams
 from ringcore.kernels.linears.tma_configs import has_wgmma
 from ringcore.kernels.persistent.persistent_layers import PersistentLayers
+from ringcore.kernels.persistent.persistent_rows import PersistentRows
 from ringcore.model_executor.models.persistent_decoder import PersistentDecoder
 from ringcore.worker.memory.cuda_memory import CudaVirtualMemory
 
@@ -26,7 +27,7 @@ OPTIONS: dict[str, Any] = {
     "executor": "uniproc",
     "max_model_len": 768,
     "kv_cache_bytes": 1 << 27,
-    "max_num_seqs": 4,
+    "max_num_seqs": 8,
     "dtype": "bfloat16",
     "device": "cuda",
 }
@@ -54,13 +55,14 @@ def folder_of(tmp_path_factory):
     return make
 
 
-def run(folder: str, num_prompts: int, max_tokens: int, **options: Any) -> list[Any]:
-    """Prompts one after the other: each decodes alone."""
+def run(folder: str, num_prompts: int, max_tokens: int, at_once: int = 1, **options: Any) -> list[Any]:
+    """at_once: prompts that decode together."""
     lengths = itertools.islice(itertools.cycle(LENGTHS), num_prompts)
     prompts = [[3 + (11 * i + j * j) % 90 for j in range(length)] for i, length in enumerate(lengths)]
     greedy = replace(GREEDY, max_tokens=max_tokens)
     with make_core(folder, **OPTIONS | options) as core:
-        return [one for prompt in prompts for one in generate(core, [prompt], greedy)]
+        groups = [prompts[first : first + at_once] for first in range(0, num_prompts, at_once)]
+        return [one for together in groups for one in generate(core, together, greedy)]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +75,11 @@ def run(folder: str, num_prompts: int, max_tokens: int, **options: Any) -> list[
     ids=str,
 )
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
-def test_log_probabilities_are_those_of_kernels_of_each_layer(monkeypatch, folder_of, family, options, model_impl):
-    compare(monkeypatch, folder_of(family, **options), model_impl)
+@pytest.mark.parametrize("at_once", [1, 6])
+def test_log_probabilities_are_those_of_kernels_of_each_layer(
+    monkeypatch, folder_of, family, options, model_impl, at_once
+):
+    compare(monkeypatch, folder_of(family, **options), model_impl, at_once=at_once)
 
 
 @pytest.mark.parametrize("normalises", [True, False])
@@ -99,16 +104,24 @@ def test_log_probabilities_in_fp8(monkeypatch, folder_of, family, options):
 
 
 def compare(
-    monkeypatch, folder: str, model_impl: str, *, num_prompts: int = 6, max_tokens: int = 24, mean: float | None = 0.05
+    monkeypatch,
+    folder: str,
+    model_impl: str,
+    *,
+    num_prompts: int = 6,
+    max_tokens: int = 24,
+    mean: float | None = 0.05,
+    at_once: int = 1,
 ) -> None:
     """mean: error beside the kernels of each layer, at most; None: any."""
     calls: list[int] = []
-    call = PersistentLayers.__call__
-    monkeypatch.setattr(PersistentLayers, "__call__", lambda self, *given: (calls.append(1), call(self, *given))[1])
-    found = run(folder, num_prompts, max_tokens, model_impl=model_impl)
+    kernel: Any = PersistentLayers if at_once == 1 else PersistentRows
+    call = kernel.__call__
+    monkeypatch.setattr(kernel, "__call__", lambda self, *given: (calls.append(1), call(self, *given))[1])
+    found = run(folder, num_prompts, max_tokens, at_once, model_impl=model_impl)
     assert calls, "the kernel was not launched"
     monkeypatch.setattr(PersistentDecoder, "__call__", lambda self, *given: False)
-    others = run(folder, num_prompts, max_tokens, model_impl=model_impl)
+    others = run(folder, num_prompts, max_tokens, at_once, model_impl=model_impl)
     errors = logprob_errors(found, others)
     exact = run(folder, num_prompts, max_tokens, dtype="float32", device="cpu")
     of_found, of_others = logprob_errors(found, exact), logprob_errors(others, exact)
@@ -117,13 +130,15 @@ def compare(
     assert of_found.mean() < 1.2 * of_others.mean() + 0.02
 
 
-def test_after_a_sleep(folder_of):
-    """Tags and the counter of arrivals go on."""
+@pytest.mark.parametrize("num_prompts", [1, 5])
+def test_after_a_sleep(folder_of, num_prompts):
+    """Tags, what is not written yet, and the counter of arrivals go on."""
     refusal = CudaVirtualMemory.refusal(0)
     if refusal is not None:
         pytest.skip(refusal)
     with make_core(folder_of("Qwen3"), **OPTIONS | {"enable_sleep_mode": True}) as core:
-        before = generate(core, [[5, 6, 7, 8]], GREEDY)
+        prompts = [[5, 6 + i, 7, 8] for i in range(num_prompts)]
+        before = generate(core, prompts, GREEDY)
         core.sleep()
         core.wake_up()
-        assert tokens(generate(core, [[5, 6, 7, 8]], GREEDY)) == tokens(before)
+        assert tokens(generate(core, prompts, GREEDY)) == tokens(before)

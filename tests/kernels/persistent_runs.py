@@ -15,7 +15,8 @@ from persistent_reference import EPS, HEAD_EPS, Row, run_reference
 
 from ringcore.kernels.launch.cuda_kernel import CudaKernel
 from ringcore.kernels.persistent import persistent_layers as module
-from ringcore.kernels.persistent import persistent_tiles
+from ringcore.kernels.persistent import persistent_rows as rows_module
+from ringcore.kernels.persistent import persistent_rows_tiles, persistent_tiles
 from ringcore.kernels.persistent.persistent_layers import PersistentLayer, PersistentLayers
 from ringcore.kernels.persistent.persistent_tiles import DecoderShape, choose_persistent_tiles
 
@@ -25,15 +26,20 @@ DEVICE = "cuda" if HAS_HOPPER else "cpu"
 
 
 def use_programs(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """So many run the kernel on a CPU."""
-    source, seeds = Path(module.__file__).with_suffix(".cu"), itertools.count()
-    monkeypatch.setattr(module, "NUM_SMS", count)
-    monkeypatch.setattr(persistent_tiles, "NUM_SMS", count)
-    kernels = (module.persistent_layers, module.HEADERS), (module.persistent_mixtures, module.MIXTURE_HEADERS)
-    for kernel, headers in kernels:
+    """So many run the kernels on a CPU."""
+    seeds = itertools.count()
+    for each in (module, rows_module, persistent_tiles, persistent_rows_tiles):
+        monkeypatch.setattr(each, "NUM_SMS", count)
+    one_row, rows = (Path(each.__file__).with_suffix(".cu") for each in (module, rows_module))
+    for kernel, source, headers in (
+        (module.persistent_layers, one_row, module.HEADERS),
+        (module.persistent_mixtures, one_row, module.MIXTURE_HEADERS),
+        (rows_module.persistent_rows, rows, rows_module.HEADERS),
+    ):
         launch = cuda_on_cpu.launcher(source, module.NUM_THREADS, lambda: next(seeds), headers)
         monkeypatch.setattr(kernel, "launch", launch)
     choose_persistent_tiles.cache_clear()
+    persistent_rows_tiles.choose_rows_tiles.cache_clear()
 
 
 def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:

@@ -20,13 +20,14 @@ from quantized_checkpoints import quantize_folder, rounded_inputs
 from thread_tp import on_all_ranks
 from tiny_checkpoints import hf_logits, hf_model, load
 
-from ringcore.attention.backend import AttentionBackend, OneRow
+from ringcore.attention.backend import AttentionBackend, SingleTokens
 from ringcore.attention.context import NO_TOKEN_CONTEXT, ForwardContext, GroupContext, TokenContext
 from ringcore.distributed.parallel import SingleRank
 from ringcore.host.measurements import Measurements
 from ringcore.kernels.linears.found_tiles import FoundTiles
 from ringcore.kernels.persistent import persistent_layers as kernel_module
-from ringcore.kernels.persistent import persistent_tiles
+from ringcore.kernels.persistent import persistent_rows_tiles, persistent_tiles
+from ringcore.kernels.persistent.persistent_rows import PersistentRows
 from ringcore.model_executor import ops
 from ringcore.model_executor.layers.expert_slots import ExpertSlots
 from ringcore.model_executor.layers.rotary import KernelRotation
@@ -194,66 +195,91 @@ class Alone(AttentionBackend):
     def forward(self, *_: object, **__: object) -> torch.Tensor:
         raise AssertionError
 
-    def one_row(self, plan: Any) -> OneRow | None:
-        found: OneRow | None = plan
+    def single_tokens(self, plan: Any) -> SingleTokens | None:
+        found: SingleTokens | None = plan
         return found
 
 
-def context(row: OneRow | None, kv_caches: Sequence[torch.Tensor], tokens: TokenContext) -> ForwardContext:
+def context(row: SingleTokens | None, kv_caches: Sequence[torch.Tensor], tokens: TokenContext) -> ForwardContext:
     nothing: Any = None
     caches = dict(enumerate(kv_caches))
     return ForwardContext((GroupContext(nothing, Alone(), row),), dict.fromkeys(caches, 0), caches, tokens)
 
 
-def kv_caches(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    return [torch.zeros(4, 2, 1, BLOCK_SIZE, 128, dtype=dtype) for _ in range(2)]
+def kv_caches(dtype: torch.dtype = torch.bfloat16, num_blocks: int = 4) -> list[torch.Tensor]:
+    return [torch.zeros(num_blocks, 2, 1, BLOCK_SIZE, 128, dtype=dtype) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "has_row", "tokens", "dtype", "is_served"),
+    ("num_rows", "num_seqs", "tokens", "dtype", "kernel"),
     [
-        (1, True, NO_TOKEN_CONTEXT, torch.bfloat16, True),
-        (2, True, NO_TOKEN_CONTEXT, torch.bfloat16, False),
-        (1, False, NO_TOKEN_CONTEXT, torch.bfloat16, False),  # a chunk of a prompt, or drafts
-        (1, True, TokenContext(torch.zeros(1, dtype=torch.int64)), torch.bfloat16, False),  # an adapter
-        (1, True, NO_TOKEN_CONTEXT, torch.uint8, False),  # an FP8 cache
+        (1, 1, NO_TOKEN_CONTEXT, torch.bfloat16, "PersistentLayers"),
+        (2, 2, NO_TOKEN_CONTEXT, torch.bfloat16, "PersistentRows"),
+        (8, 8, NO_TOKEN_CONTEXT, torch.bfloat16, "PersistentRows"),
+        (9, 9, NO_TOKEN_CONTEXT, torch.bfloat16, None),
+        (1, None, NO_TOKEN_CONTEXT, torch.bfloat16, None),  # a chunk of a prompt, or drafts
+        (4, 2, NO_TOKEN_CONTEXT, torch.bfloat16, None),
+        (1, 1, TokenContext(torch.zeros(1, dtype=torch.int64)), torch.bfloat16, None),  # an adapter
+        (2, 2, TokenContext(torch.zeros(2, dtype=torch.int64)), torch.bfloat16, None),
+        (1, 1, NO_TOKEN_CONTEXT, torch.uint8, None),  # an FP8 cache
+        (2, 2, NO_TOKEN_CONTEXT, torch.uint8, None),
     ],
 )
 def test_steps(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_rows: int,
-    has_row: bool,
+    num_seqs: int | None,
     tokens: TokenContext,
     dtype: torch.dtype,
-    is_served: bool,
+    kernel: str | None,
 ) -> None:
     decoder = decoder_of(make(tmp_path))
     assert decoder is not None
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(kernel_module.PersistentLayers, "__call__", lambda self, *given: calls.append(given))
-    row = OneRow(torch.ones(1, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32))
+    calls: list[str] = []
+    for each in (kernel_module.PersistentLayers, PersistentRows):
+        monkeypatch.setattr(each, "__call__", lambda self, *given: calls.append(type(self).__name__))
+    rows = None
+    if num_seqs is not None:
+        rows = SingleTokens(torch.ones(num_seqs, dtype=torch.int32), torch.ones(num_seqs, 2, dtype=torch.int32))
     hidden, rotations = torch.zeros(num_rows, 512), [KernelRotation(torch.zeros(num_rows, 128))]
-    ctx = context(row if has_row else None, kv_caches(dtype), tokens)
-    assert decoder(Residual(hidden), LayerInputs(ctx, rotations)) == is_served
-    assert len(calls) == is_served
+    ctx = context(rows, kv_caches(dtype), tokens)
+    assert decoder(Residual(hidden), LayerInputs(ctx, rotations)) == (kernel is not None)
+    assert calls == ([] if kernel is None else [kernel])
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("Qwen3", {"block": BLOCK}), ("Qwen3Moe", {"mlp_only_layers": []})], ids=["FP8", "mixture"]
+)
+def test_models_that_run_it_for_one_row_alone(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    decoder = decoder_of(make(tmp_path, family, **options))
+    assert decoder is not None
+    assert decoder.of_one_row is not None
+    assert decoder.of_rows is None
 
 
 @pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("family", "block", "tolerance"),
+    ("family", "block", "num_rows", "tolerance"),
     [
-        ("Qwen3", None, 0.02),
-        ("Qwen2", None, 0.02),
-        ("Qwen3Moe", None, 0.02),
-        ("Qwen3", BLOCK, 0.15),  # inputs that differ by 3e-4 are rounded to other codes, and logits by 10%
+        ("Qwen3", None, 1, 0.02),
+        ("Qwen2", None, 1, 0.02),
+        ("Qwen2", None, 3, 0.02),
+        ("Qwen3Moe", None, 1, 0.02),
+        ("Qwen3", BLOCK, 1, 0.15),  # inputs that differ by 3e-4 are rounded to other codes, and logits by 10%
     ],
 )
 def test_tokens_of_a_checkpoint_are_those_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, block: tuple[int, int] | None, tolerance: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    block: tuple[int, int] | None,
+    num_rows: int,
+    tolerance: float,
 ) -> None:
-    """One after the other, on a CPU; logits beside those in float32 of the same weights."""
-    use_programs(monkeypatch, 3)
+    """One after the other, on a CPU; logits beside those in float32 of the same weights. Rows begin one after another,
+    and write the same."""
+    use_programs(monkeypatch, 3 if num_rows == 1 else 9)
     options = {"mlp_only_layers": []} if family == "Qwen3Moe" else {}
     theirs = hf_model(family, **SIZES | options).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path)
@@ -264,19 +290,27 @@ def test_tokens_of_a_checkpoint_are_those_of_transformers(
     model = load(tmp_path, dtype=torch.bfloat16)
     decoder = decoder_of(model)
     assert decoder is not None
-    expected, caches = hf_logits(theirs.float(), ids), kv_caches()
+    expected, caches = hf_logits(theirs.float(), ids), kv_caches(num_blocks=2 * num_rows + 2)
     frequencies = 5000.0 ** -(torch.arange(0, 128, 2) / 128)
-    found = []
-    for position, token in enumerate(ids):
-        angles = position * frequencies
-        cos_sin = torch.stack((angles.cos(), angles.sin()), -1).view(1, -1)
-        row = OneRow(torch.tensor([position + 1], dtype=torch.int32), torch.tensor([[2, 3]], dtype=torch.int32))
-        hidden = theirs.get_input_embeddings().weight[token][None].detach().clone()
-        ctx = context(row, caches, NO_TOKEN_CONTEXT)
+    table = torch.arange(2, 2 * num_rows + 2, dtype=torch.int32).view(num_rows, 2)
+    found = torch.zeros(num_rows, *expected.shape)
+    for step in range(len(ids) + num_rows - 1):
+        positions = step - torch.arange(num_rows)
+        positions = torch.where(positions < len(ids), positions, -1)
+        angles = positions[:, None] * frequencies
+        cos_sin = torch.stack((angles.cos(), angles.sin()), -1).view(num_rows, -1)
+        rows = SingleTokens((positions + 1).clamp(min=0).int(), table)
+        tokens = torch.tensor(ids)[positions.clamp(min=0)]
+        hidden = theirs.get_input_embeddings().weight[tokens].detach().clone()
+        ctx = context(rows, caches, NO_TOKEN_CONTEXT)
         assert decoder(Residual(hidden), LayerInputs(ctx, [KernelRotation(cos_sin)]))
-        found.append(theirs.lm_head(theirs.model.norm(hidden))[0].detach())
+        logits = theirs.lm_head(theirs.model.norm(hidden)).detach()
+        for row, position in enumerate(positions.tolist()):
+            if position >= 0:
+                found[row, position] = logits[row]
     persistent_tiles.choose_persistent_tiles.cache_clear()
-    assert (torch.stack(found) - expected).abs().max() < tolerance * expected.abs().max()
+    persistent_rows_tiles.choose_rows_tiles.cache_clear()
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
 def mean_in_blocks(model: Any, expanded: dict[str, torch.Tensor], block: tuple[int, int]) -> None:

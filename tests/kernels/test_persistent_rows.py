@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,14 +12,12 @@ import cuda_on_cpu
 import pytest
 import torch
 from persistent_reference import EPS, HEAD_EPS, Row, random_layers, run_reference
-from persistent_runs import DEVICE, HAS_HOPPER, on_hopper
+from persistent_runs import DEVICE, HAS_HOPPER, on_hopper, programs
 from persistent_shapes import SHAPES
 from sass import disassemble
 
 from ringcore.kernels.launch.nvrtc import compile_cuda, nvrtc_version
-from ringcore.kernels.persistent import persistent_rows as module
-from ringcore.kernels.persistent import persistent_rows_tiles
-from ringcore.kernels.persistent.persistent_layers import NUM_THREADS, PersistentLayer
+from ringcore.kernels.persistent.persistent_layers import PersistentLayer
 from ringcore.kernels.persistent.persistent_rows import PersistentRows, persistent_rows
 from ringcore.kernels.persistent.persistent_rows_tiles import choose_rows_tiles
 from ringcore.kernels.persistent.persistent_tiles import DecoderShape
@@ -31,21 +28,7 @@ SMALL = DecoderShape(512, 1024, 4, 1, 128)
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Called with a number of programs: how many run the kernel on a CPU."""
-    if not HAS_HOPPER and cuda_on_cpu.COMPILER is None:
-        pytest.skip("needs a Hopper GPU, or a C++ compiler")
-    seeds = itertools.count()
-
-    def use(count: int) -> None:
-        if HAS_HOPPER:
-            return
-        source = Path(module.__file__).with_suffix(".cu")
-        monkeypatch.setattr(module, "NUM_SMS", count)
-        monkeypatch.setattr(persistent_rows_tiles, "NUM_SMS", count)
-        launch = cuda_on_cpu.launcher(source, NUM_THREADS, lambda: next(seeds), module.HEADERS)
-        monkeypatch.setattr(persistent_rows, "launch", launch)
-        choose_rows_tiles.cache_clear()
-
-    return use
+    return programs(monkeypatch)
 
 
 def random_rows(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ringcore.attention.backend import AttentionBackend, OneRow
+from ringcore.attention.backend import AttentionBackend, SingleTokens
 from ringcore.attention.backends.fused_prompts import (
     Prompts,
     attend_prompts,
@@ -235,8 +235,8 @@ class TritonBackend(AttentionBackend):
         assert isinstance(plan, TritonStep)
         return plan.decodes is not None and plan.decodes.rotates and not plan.others and not self.spec.is_fp8
 
-    def one_row(self, plan: object) -> OneRow | None:
-        return plan.one_row if isinstance(plan, TritonStep) else None
+    def single_tokens(self, plan: object) -> SingleTokens | None:
+        return plan.single_tokens if isinstance(plan, TritonStep) else None
 
     def forward_unrotated(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ringcore.attention.backend import OneRow
+from ringcore.attention.backend import SingleTokens
 from ringcore.attention.backends.fused_prompts import Prompts
 from ringcore.attention.backends.step_tensors import StepTensors
 
@@ -55,11 +55,11 @@ class TritonStep:
     others: tuple[Chunks | Prompts, ...] = ()
 
     @property
-    def one_row(self) -> OneRow | None:
+    def single_tokens(self) -> SingleTokens | None:
         decodes = self.decodes
-        if decodes is None or self.others or not decodes.reads_early or len(decodes.seq_lens) != 1:
+        if decodes is None or self.others or not decodes.reads_early:
             return None
-        return OneRow(decodes.seq_lens, decodes.block_table)
+        return SingleTokens(decodes.seq_lens, decodes.block_table)
 
 
 class Scores(NamedTuple):

@@ -44,6 +44,8 @@ persistent_rows = CudaKernel(
 class PersistentRows:
     """The layers of a decoder, for steps of up to eight rows."""
 
+    MAX_ROWS = MAX_ROWS
+
     def __init__(
         self,
         shape: DecoderShape,

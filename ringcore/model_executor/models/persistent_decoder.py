@@ -1,10 +1,11 @@
-"""A decoder whose steps of one row are one launch for all layers (`persistent_layers`)."""
+"""A decoder whose steps of one row (`persistent_layers`), or of a few (`persistent_rows`), are one launch for all
+layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,7 @@ from ringcore.model_executor.residual import Residual
 
 if TYPE_CHECKING:
     from ringcore.kernels.persistent.persistent_layers import PersistentLayer, PersistentLayers
+    from ringcore.kernels.persistent.persistent_rows import PersistentRows
 
 __all__ = ["PersistentDecoder"]
 
@@ -81,7 +83,8 @@ class _Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PersistentDecoder:
-    kernel: PersistentLayers
+    of_one_row: PersistentLayers | None
+    of_rows: PersistentRows | None  # of a few
     attention: Sequence[Attention]  # by layer
     rotary: int
     head_norm: HeadNorm | None  # of the first layer
@@ -96,26 +99,35 @@ class PersistentDecoder:
             return None
         first = layers[0].self_attention
         assert isinstance(first, SelfAttention)
-        kernel = _kernel(layers[0].input_norm.eps, found)
-        if kernel is None:
+        kernels = _kernels(layers[0].input_norm.eps, found)
+        if kernels == (None, None):
             return None
         attention = [one.attention for one in found]
-        return cls(kernel, attention, first.rotary, first.head_norm, found[0].dtype)
+        return cls(*kernels, attention, first.rotary, first.head_norm, found[0].dtype)
 
     def __call__(self, hidden: Residual, inputs: LayerInputs) -> bool:
-        """Whether this step has one row, and `hidden` is now the stream after the last layer; else nothing is done."""
-        ctx, first = inputs.ctx, self.attention[0]
-        if len(hidden) != 1 or ctx.tokens is not NO_TOKEN_CONTEXT:
+        """Whether a kernel computes this step, and `hidden` is now the stream after the last layer; else nothing is
+        done."""
+        ctx, first, num_rows = inputs.ctx, self.attention[0], len(hidden)
+        kernel = self._kernel(num_rows)
+        if kernel is None or ctx.tokens is not NO_TOKEN_CONTEXT:
             return False
-        row = first.one_row(ctx)
+        rows = first.single_tokens(ctx)
+        if rows is None or len(rows.seq_lens) != num_rows:
+            return False
         rotation = inputs.rotations[self.rotary].of_heads(self.head_norm)
-        if row is None or rotation is None or len({ctx.group_of_layer[one.index] for one in self.attention}) > 1:
+        if rotation is None or len({ctx.group_of_layer[one.index] for one in self.attention}) > 1:
             return False
         caches = [ctx.kv_caches[one.index] for one in self.attention]
         if caches[0].dtype != self.dtype:  # FP8
             return False
-        self.kernel(hidden.rows, rotation.cos_sin, *row, caches)
+        kernel(hidden.rows, rotation.cos_sin, *rows, caches)
         return True
+
+    def _kernel(self, num_rows: int) -> PersistentLayers | PersistentRows | None:
+        if num_rows == 1:
+            return self.of_one_row
+        return self.of_rows if self.of_rows is not None and num_rows <= self.of_rows.MAX_ROWS else None
 
 
 def _parts_of(layer: DecoderLayer) -> _Parts | None:
@@ -181,32 +193,31 @@ def _experts(experts: Experts) -> tuple[_Linear, _Linear] | None:
     return None
 
 
-def _kernel(eps: float, layers: Sequence[_Parts]) -> PersistentLayers | None:
+def _kernels(eps: float, layers: Sequence[_Parts]) -> tuple[PersistentLayers | None, PersistentRows | None]:
     """None: not on this device, or not for these sizes or dtypes."""
     attention, tensors, dtype, head_norm, mlp, _ = layers[0]
     device = tensors.qkv.device
     if not ops.has_kernels(device):
-        return None
+        return None, None
     from ringcore.kernels.persistent.persistent_layers import MAX_LAYERS, PersistentLayers, runs_on
+    from ringcore.kernels.persistent.persistent_rows import PersistentRows
+    from ringcore.kernels.persistent.persistent_rows_tiles import choose_rows_tiles
     from ringcore.kernels.persistent.persistent_tiles import DecoderShape, choose_persistent_tiles
 
     sizes = tensors.qkv.shape[1], tensors.down.shape[-1]
     heads = attention.num_heads, attention.num_kv_heads, attention.head_size
     experts = (0, 0) if mlp.form is None else (len(tensors.down), mlp.form.k)
     shape = DecoderShape(*sizes, *heads, *experts, weight_bytes=tensors.qkv.itemsize)
-    tiles = choose_persistent_tiles(shape)
     of_all = [tensor for one in layers for tensor in one.tensors.tensors if tensor is not None]
     are_aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in of_all)
-    if tiles is None or not are_aligned or len(layers) > MAX_LAYERS or not runs_on(device):
-        return None
-    return PersistentLayers(
-        shape,
-        tiles,
-        [one.tensors for one in layers],
-        dtype,
-        eps=eps,
-        head_eps=0.0 if head_norm is None else head_norm.eps,
-        scale=attention.scale,
-        is_gelu=mlp.activation != "silu",
-        normalises=mlp.form is not None and mlp.form.normalises,
+    if not are_aligned or len(layers) > MAX_LAYERS or not runs_on(device):
+        return None, None
+    tiles, rows_tiles = choose_persistent_tiles(shape), choose_rows_tiles(shape)
+    of_layers = [one.tensors for one in layers]
+    head_eps, is_gelu = 0.0 if head_norm is None else head_norm.eps, mlp.activation != "silu"
+    numbers: dict[str, Any] = {"eps": eps, "head_eps": head_eps, "scale": attention.scale, "is_gelu": is_gelu}
+    normalises = mlp.form is not None and mlp.form.normalises
+    return (
+        None if tiles is None else PersistentLayers(shape, tiles, of_layers, dtype, **numbers, normalises=normalises),
+        None if rows_tiles is None else PersistentRows(shape, rows_tiles, of_layers, dtype, **numbers),
     )
