@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
     "executor": "uniproc",
     "max_model_len": 768,
     "kv_cache_bytes": 1 << 27,
-    "max_num_seqs": 8,
+    "max_num_seqs": 4,
     "dtype": "bfloat16",
     "device": "cuda",
 }
@@ -60,7 +60,7 @@ def run(folder: str, num_prompts: int, max_tokens: int, at_once: int = 1, **opti
     lengths = itertools.islice(itertools.cycle(LENGTHS), num_prompts)
     prompts = [[3 + (11 * i + j * j) % 90 for j in range(length)] for i, length in enumerate(lengths)]
     greedy = replace(GREEDY, max_tokens=max_tokens)
-    with make_core(folder, **OPTIONS | options) as core:
+    with make_core(folder, **OPTIONS | {"max_num_seqs": max(4, at_once)} | options) as core:
         groups = [prompts[first : first + at_once] for first in range(0, num_prompts, at_once)]
         return [one for together in groups for one in generate(core, together, greedy)]
 
