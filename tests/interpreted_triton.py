@@ -47,6 +47,7 @@ def use_interpreter() -> None:
     core._unwrap_if_constexpr = _unwrap(core)
     core.dtype.__eq__ = _same_or_equal(core.dtype.__eq__)
     core.block_type.__init__ = _kept_blocks(core)
+    core.block_type.to_ir = _as_it_is(core.block_type.to_ir, interpreter.InterpreterBuilder)
     core.block_type.with_element_ty = _kept_element_types(core)
     keep_values(interpreter, core, TritonSemantic)
 
@@ -61,7 +62,13 @@ def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     def unless_equal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         if lhs.shape is rhs.shape:  # `keep_values`: equal ones are one object
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        if not rhs.shape:
+            return lhs, spread(self, rhs, lhs.type)
+        return (spread(self, lhs, rhs.type), rhs) if not lhs.shape else broadcast(self, lhs, rhs)
+
+    def spread(self: Any, scalar: Any, block: Any) -> Any:
+        block = block.with_element_ty(scalar.dtype)
+        return self.tensor(self.builder.create_splat(block, scalar.handle), block)
 
     return unless_equal
 
@@ -238,6 +245,11 @@ def _kept_blocks(core: Any) -> Callable[..., None]:
         self.name = f"{name}{element_ty}>"
 
     return kept
+
+
+def _as_it_is(to_ir: Callable[[Any, Any], Any], builder: type) -> Callable[[Any, Any], Any]:
+    """The interpreter's own types of blocks are these."""
+    return lambda self, made_by: self if type(made_by) is builder else to_ir(self, made_by)
 
 
 def _kept_element_types(core: Any) -> Callable[..., Any]:
