@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from interpreted_operators import keep_operators
 from interpreted_values import keep_values, number_key
 
 
@@ -49,7 +50,7 @@ def use_interpreter() -> None:
     core.block_type.__init__ = _kept_blocks(core)
     core.block_type.to_ir = _as_it_is(core.block_type.to_ir, interpreter.InterpreterBuilder)
     core.block_type.with_element_ty = _kept_element_types(core)
-    keep_values(interpreter, core, TritonSemantic)
+    keep_operators(interpreter, core, keep_values(interpreter, core, TritonSemantic))
 
 
 def multiply_in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
