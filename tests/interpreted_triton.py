@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from interpreted_operators import keep_operators
 from interpreted_values import keep_values, number_key
 
 
@@ -47,8 +48,9 @@ def use_interpreter() -> None:
     core._unwrap_if_constexpr = _unwrap(core)
     core.dtype.__eq__ = _same_or_equal(core.dtype.__eq__)
     core.block_type.__init__ = _kept_blocks(core)
+    core.block_type.to_ir = _as_it_is(core.block_type.to_ir, interpreter.InterpreterBuilder)
     core.block_type.with_element_ty = _kept_element_types(core)
-    keep_values(interpreter, core, TritonSemantic)
+    keep_operators(interpreter, core, keep_values(interpreter, core, TritonSemantic))
 
 
 def multiply_in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -61,7 +63,13 @@ def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     def unless_equal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         if lhs.shape is rhs.shape:  # `keep_values`: equal ones are one object
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        if not rhs.shape:
+            return lhs, spread(self, rhs, lhs.type)
+        return (spread(self, lhs, rhs.type), rhs) if not lhs.shape else broadcast(self, lhs, rhs)
+
+    def spread(self: Any, scalar: Any, block: Any) -> Any:
+        block = block.with_element_ty(scalar.dtype)
+        return self.tensor(self.builder.create_splat(block, scalar.handle), block)
 
     return unless_equal
 
@@ -238,6 +246,11 @@ def _kept_blocks(core: Any) -> Callable[..., None]:
         self.name = f"{name}{element_ty}>"
 
     return kept
+
+
+def _as_it_is(to_ir: Callable[[Any, Any], Any], builder: type) -> Callable[[Any, Any], Any]:
+    """The interpreter's own types of blocks are these."""
+    return lambda self, made_by: self if type(made_by) is builder else to_ir(self, made_by)
 
 
 def _kept_element_types(core: Any) -> Callable[..., Any]:

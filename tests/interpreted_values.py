@@ -9,20 +9,22 @@ from typing import Any
 
 import numpy as np
 
-_NUMBERS = (int, float, bool)
+NUMBERS = (int, float, bool)
 
 
-def keep_values(interpreter: Any, core: Any, semantic: Any) -> None:
-    semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl, core.tensor)
+def keep_values(interpreter: Any, core: Any, semantic: Any) -> dict[tuple[Any, ...], Any]:
+    """-> by kinds of operands and rules for them, the type that a number among them takes, as it becomes known."""
+    known: dict[tuple[Any, ...], Any] = {}  # None where there is no number
+    semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl, core.tensor, known)
     interpreter.TensorHandle.__init__ = _handle(core.pointer_type)
     interpreter.InterpreterBuilder.binary_op = _binary_op(interpreter, core.pointer_type)
     core.tensor.__init__ = _tensor(core)
+    return known
 
 
-def _operands(check: Callable[..., Any], tensor: type) -> Callable[..., Any]:
+def _operands(check: Callable[..., Any], tensor: type, known: dict[tuple[Any, ...], Any]) -> Callable[..., Any]:
     """Two operands of types, or of a type and with a number, that once stayed as they are, or took the number with
     another type, do so again."""
-    known: dict[tuple[Any, ...], Any] = {}  # the number's type, None where there is none
 
     def operands(self: Any, lhs: Any, rhs: Any, *rules: bool, **more_rules: bool) -> tuple[Any, Any]:
         of_left, of_right = _kind(lhs, tensor), _kind(rhs, tensor)
@@ -50,7 +52,7 @@ def _kind(operand: Any, tensor: type) -> Any:
     """What a conversion depends on; None where that is not known."""
     if type(operand) is tensor:
         return operand.dtype.name  # type: ignore[attr-defined]
-    return number_key(operand) if type(operand) in _NUMBERS else None
+    return number_key(operand) if type(operand) in NUMBERS else None
 
 
 def number_key(number: Any) -> tuple[type, Any]:

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <random>
 #include <ucontext.h>
 #include <vector>
@@ -18,9 +19,7 @@ typedef uint64_t u64;
 using std::max;
 using std::min;
 
-#ifndef CLOCK
-#define CLOCK 0ll  // cycles from one reading of the clock to the next
-#endif
+#define CLOCK 0ll  // cycles from one reading of the clock to the next; a kernel's macros may define it anew
 #define __global__
 #define __host__
 #define __device__
@@ -55,7 +54,7 @@ struct Pointer {
 };
 
 struct Barrier { int expected, pending; long bytes; u32 phase; };
-struct Meeting { int arrived, round; };
+struct Meeting { int arrived; u32 round; };
 struct Copy { Tensor tensor; int at[4]; u32 to, barrier; const void* bytes; u32 num_bytes; };
 struct Store { void* to; u64 word; u32 num_bytes, program, thread; };
 
@@ -63,6 +62,10 @@ struct Fiber {
     ucontext_t start;
     jmp_buf at;  // where it waits; a switch of contexts would be a system call
     bool has_started, has_ended;
+    const u32* watched;  // it waits while these bits of this word are so; without one, for its next turn
+    u32 bits, so;
+
+    bool waits() const { return watched && (*watched & bits) == so; }
 };
 
 struct Running {  // a program
@@ -78,7 +81,8 @@ struct Running {  // a program
 static std::mt19937 randomness;
 static jmp_buf scheduler;
 static std::vector<Running> programs;
-static std::vector<char> stacks;  // kept from launch to launch
+static std::unique_ptr<char[]> stacks;  // kept from launch to launch; what no thread has used takes no memory
+static size_t stacks_bytes;
 static std::vector<Store> stores;  // that have not landed
 static u32 current, current_program;
 static long long clock_reads;
@@ -93,6 +97,14 @@ inline void pause() {
     if (!_setjmp(mine.fibers[current].at)) _longjmp(scheduler, 1);
 }
 
+// As pausing again and again would do, but that no turn is taken in vain.
+inline void pause_while(const u32& word, u32 bits, u32 so) {
+    Fiber& fiber = mine.fibers[current];
+    fiber.watched = &word, fiber.bits = bits, fiber.so = so;
+    while (fiber.waits()) pause();
+    fiber.watched = nullptr;
+}
+
 inline void resume(u32 thread) {
     current = thread;
     Fiber& fiber = mine.fibers[thread];
@@ -103,12 +115,11 @@ inline void resume(u32 thread) {
 }
 
 inline void meet(Meeting& meeting, int count) {
-    const int round = meeting.round;
     if (++meeting.arrived == count) {
         meeting.arrived = 0;
         meeting.round++;
     } else
-        while (meeting.round == round) pause();
+        pause_while(meeting.round, ~0u, meeting.round);
 }
 
 inline void __syncwarp() { meet(mine.warps[current / 32], 32); }
@@ -184,7 +195,7 @@ inline void arrive_and_expect(u32 barrier, int num_bytes) {
 }
 
 inline void wait_for(u32 barrier, u32 parity) {
-    while ((mine.barriers[barrier].phase & 1) == parity) pause();
+    pause_while(mine.barriers[barrier].phase, 1, parity);
 }
 
 inline u64 read_once() { return 0; }
@@ -275,7 +286,7 @@ template <int WIDTH> void load_past_l1(u32* words, const u32* from) {
 
 inline u64 add_to_counter(u64* counter, u64 number) { return (*counter += number) - number; }
 inline u64 load_counter(const u64* counter) { pause(); return *counter; }
-inline long long clock64() { return CLOCK * clock_reads++; }
+#define clock64() (CLOCK * clock_reads++)
 template <int COUNT> void take_registers() {}
 template <int COUNT> void give_registers() {}
 
@@ -383,7 +394,10 @@ template <class Kernel> bool run_programs(u32 count, u32 threads, u32 seed, Kern
     randomness.seed(seed);
     const u32 landing = seed % 2 ? 3 : 200;  // turns of warps until a copy lands: memory is fast, or slow
     constexpr size_t STACK_BYTES = 32 << 10;
-    stacks.resize(count * threads * STACK_BYTES);
+    if (stacks_bytes < count * threads * STACK_BYTES) {
+        stacks_bytes = count * threads * STACK_BYTES;
+        stacks.reset(new char[stacks_bytes]);
+    }
     programs.assign(count, {});
     for (current_program = 0; current_program < count; current_program++) {
         mine.shared.assign(sizeof shared, (char)0xa5);
@@ -413,7 +427,7 @@ template <class Kernel> bool run_programs(u32 count, u32 threads, u32 seed, Kern
             if (!stores.empty() && randomness() % 8 == 0) land_one(stores);
             const u32 warp = randomness() % mine.warps.size();  // the threads of a warp have turns one after the other
             for (u32 i = 32 * warp; i < std::min(32 * warp + 32, threads); i++)
-                if (!mine.fibers[i].has_ended) resume(i);
+                if (!mine.fibers[i].has_ended && !mine.fibers[i].waits()) resume(i);
         }
         memcpy(mine.shared.data(), shared, sizeof shared);
         if (turns > 1000000ull * count) return false;
